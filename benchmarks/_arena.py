@@ -11,9 +11,9 @@ from _predicted_latency import PredictedLatency
 from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
-from skymemory.sim.trace import TraceRequest, jittered, read_trace
-from skymemory.sim.workload import WORKLOADS, generate
+from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
+from skymemory_lab.sim.trace import TraceRequest, jittered, read_trace
+from skymemory_lab.sim.workload import WORKLOADS, generate
 
 OURS, GIVEN, PREDICTED = "least-ttft", "least-ttft, given speeds", "predicted-latency"
 ERROR = 0.1

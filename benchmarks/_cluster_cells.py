@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from skymemory.conductor.request import Slo
-from skymemory.reproduce.mooncake.overload import overload_cell
-from skymemory.sim.cluster.cells import ClusterCell
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.workload import Source
+from skymemory_lab.reproduce.mooncake.overload import overload_cell
+from skymemory_lab.sim.cluster.cells import ClusterCell
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.workload import ConversationSource
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric", "least-ttft")
 RATES, QUICK_RATES = (0.5, 0.75, 1.0, 1.25), (1.0,)
@@ -35,7 +35,7 @@ def timed(cell: ClusterCell, time: str) -> ClusterCell:
     return replace(cell, until_part=TUNED, from_part=0.1) if time == "tune" else replace(cell, from_part=TUNED)
 
 
-def scheduler_cells(source: Source, time: str) -> list[tuple[tuple[float, str], ClusterCell]]:
+def scheduler_cells(source: ConversationSource, time: str) -> list[tuple[tuple[float, str], ClusterCell]]:
     return [
         ((rate, name), timed(ClusterCell(source, ClusterSetup(rate=rate, seed=source.seed), name), time))
         for rate in (QUICK_RATES if source.quick else RATES)
@@ -43,7 +43,9 @@ def scheduler_cells(source: Source, time: str) -> list[tuple[tuple[float, str], 
     ]
 
 
-def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[tuple[dict[str, Any], ClusterCell]]:
+def admission_cells(
+    source: ConversationSource, time: str, rates: Sequence[float]
+) -> list[tuple[dict[str, Any], ClusterCell]]:
     cost = replace(ClusterSetup().cost, decode_fixed_s=DECODE_FIXED_S, memory_share=MEMORY_SHARE)
     cells = []
     for prefill, decode in GRID_SIZES:
@@ -66,12 +68,12 @@ def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[t
 _ALONE = """
 import sys, time
 from pathlib import Path
-from skymemory.sim.cluster.outcome import measured
-from skymemory.sim.cluster.simulation import run_cluster
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.workload import Source
+from skymemory_lab.sim.cluster.outcome import measured
+from skymemory_lab.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.workload import ConversationSource
 trace, seed, quick, name = sys.argv[1:]
-source = Source(Path(trace) if trace else None, int(seed), quick == "1")
+source = ConversationSource(Path(trace) if trace else None, int(seed), quick == "1")
 requests, setup = source.requests(), ClusterSetup(seed=int(seed))
 began = time.process_time()
 run = run_cluster(requests, setup, name)
@@ -81,7 +83,7 @@ print(seconds, peak, hash((tuple(map(repr, run.outcomes)), repr(measured(run, se
 """
 
 
-def speed(source: Source) -> list[dict[str, Any]]:
+def speed(source: ConversationSource) -> list[dict[str, Any]]:
     """Each scheduler alone in a process of its own, twice: processor seconds, memory, equal outcomes."""
     rows = []
     for name in SCHEDULERS[:4]:

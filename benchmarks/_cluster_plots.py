@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from skymemory.view.drawing import new_figure, save
+from skymemory_lab.view.drawing import new_figure, save
 
 COLOURS = ("#93a1ad", "#f5a94e", "#2e6f95", "#1f8a4c", "#d1495b")
 

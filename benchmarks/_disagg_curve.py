@@ -23,9 +23,9 @@ from _disagg_workload import MIXES, busy_s, requests_of, scaled
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.request import Slo
 from skymemory.metrics import spread
-from skymemory.sim.cluster.outcome import Quantiles
-from skymemory.sim.cluster.setup import ClusterSetup, Handover
-from skymemory.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.cluster.outcome import Quantiles
+from skymemory_lab.sim.cluster.setup import ClusterSetup, PromptHandover
+from skymemory_lab.sim.cluster.simulation import run_cluster
 
 SPEEDS = (1, 4, 16, 64, 256, 1024)
 """Times this machine's, of prefills and of decoding."""
@@ -44,13 +44,13 @@ class Machine:
     """What the simulator needs to know of one machine and its ways to others."""
 
     cost: CostModel
-    handover: Handover
+    handover: PromptHandover
     request_s: float
 
     def times(self, prefill: float, decode: float, link: float) -> Machine:
         """One that is that many times as fast."""
         one = self.handover
-        faster = Handover(
+        faster = PromptHandover(
             one.save_s / link,
             one.save_token_s / link,
             one.fetch_s / link,
@@ -91,7 +91,7 @@ def _cell(name: str, pairs: int, machine: Machine, setup: ClusterSetup, seed: in
         request_s=machine.request_s,
         slo=machine.slo(round(mix.own.median)),
     )
-    work_s = sum(busy_s(requests_of(mix, 100.0, 3.0, seed), machine.cost, Handover(take_s=1e-9)))
+    work_s = sum(busy_s(requests_of(mix, 100.0, 3.0, seed), machine.cost, PromptHandover(take_s=1e-9)))
     for load in LOADS:
         rate_per_s = load * 2 * pairs / work_s
         requests = requests_of(mix, rate_per_s, REQUESTS / rate_per_s, seed)

@@ -22,16 +22,16 @@ import aiohttp
 from _disagg_workload import AFTER, line_of, token_ids
 from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
-from skymemory.demo.engines import own_engine, router, store_daemon, vllm_server
 from skymemory.engine.inputs import small_model_folder
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama, train_tokenizer
-from skymemory.serving.fitting import DecodeCell, Measurement, decode_cells
-from skymemory.serving.replay.client import Client, Target
-from skymemory.serving.replay.play import OpenLoop
-from skymemory.serving.replay.prompts import PlannedRequest
-from skymemory.serving.replay.report import Outcome, Status
-from skymemory.sim.cluster.setup import Handover
-from skymemory.sim.trace import TraceRequest
+from skymemory_lab.demo.engines import own_engine, router, store_daemon, vllm_server
+from skymemory_lab.fitting import DecodeCell, Measurement, decode_cells
+from skymemory_lab.replay.client import Client, Target
+from skymemory_lab.replay.play import OpenLoopPlayer
+from skymemory_lab.replay.prompts import PlannedRequest
+from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus
+from skymemory_lab.sim.cluster.setup import PromptHandover
+from skymemory_lab.sim.trace import TraceRequest
 
 CACHE_BYTES = 512 << 20
 """Prefix cache of an engine of our own."""
@@ -151,7 +151,7 @@ def counters(url: str) -> dict[str, float]:
 @dataclass(frozen=True)
 class Fitted:
     cost: CostModel
-    handover: Handover
+    handover: PromptHandover
     request_s: float
     prefill_at_work: float
     """How many times as long a prefill takes in a play as alone: caches are cold where work alternates, and client,
@@ -233,7 +233,7 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
             taken = []
             for _ in range(repeats + 1):
                 outcome = await client.probe(prompt(tokens), 2, time.perf_counter)
-                if outcome.status is not Status.COMPLETED:
+                if outcome.status is not ResponseStatus.COMPLETED:
                     raise SystemExit(f"a request of the fit failed: {outcome.error}")
                 taken.append(outcome.ttft_s)
             return statistics.median(taken[1:])
@@ -260,7 +260,7 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
             whole_s = await first_s(through, tokens)
             later.append((float(tokens), whole_s - lone[tokens, 0] - take_s - take_token_s * tokens))
         fetch_s, fetch_token_s = line_of(later)
-        handover = Handover(save_s, save_token_s, fetch_s, fetch_token_s, max(1e-4, take_s), take_token_s)
+        handover = PromptHandover(save_s, save_token_s, fetch_s, fetch_token_s, max(1e-4, take_s), take_token_s)
         say("both at work")
         contended = await _contended(session, on, through, measuring, prompt, 2 if quick else 4)
     measured = {
@@ -380,7 +380,7 @@ async def _prefilled(
 
 @dataclass(frozen=True)
 class Played:
-    outcomes: list[Outcome]
+    outcomes: list[ReplayOutcome]
     """By number."""
     spent: list[dict[str, float]]
     """What each engine's counters have grown by."""
@@ -394,7 +394,7 @@ async def played(on: Servers, url: str, requests: Sequence[TraceRequest], seed: 
         for number, one in enumerate(requests)
     ]
     before = [counters(engine) for engine in on.engines]
-    outcomes: list[Outcome] = []
+    outcomes: list[ReplayOutcome] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         target = Target(url, "sky", patience_s=_PATIENCE_S)
@@ -407,7 +407,7 @@ async def played(on: Servers, url: str, requests: Sequence[TraceRequest], seed: 
         async def send(request: PlannedRequest, body: bytes, clock: Callable[[], float], held_up_s: float) -> None:
             await client.send(request, body, clock, outcomes.append, held_up_s)
 
-        await OpenLoop(planned, body, partial(send)).play()
+        await OpenLoopPlayer(planned, body, partial(send)).play()
     await asyncio.sleep(0.5)  # engines count a request behind its answer
     after = [counters(engine) for engine in on.engines]
     spent = [{name: now[name] - was.get(name, 0.0) for name in now} for was, now in zip(before, after, strict=True)]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.cost_model import CostModel
-from skymemory.sim.cluster.setup import Handover
-from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
-from skymemory.sim.workload import BlockNames, Popularity, Spread
+from skymemory_lab.sim.cluster.setup import PromptHandover
+from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
+from skymemory_lab.sim.workload import BlockNames, LogNormal, Popularity
 
 AFTER = 64
 """Below this are ids with a meaning of their own, such as the end of a text."""
@@ -22,9 +22,9 @@ AFTER = 64
 @dataclass(frozen=True)
 class Mix:
     name: str
-    own: Spread
+    own: LogNormal
     """Tokens of a prompt that no other has."""
-    answer: Spread
+    answer: LogNormal
     shared: float = 0.0
     """Part of the requests with a shared beginning."""
     beginnings: int = 6
@@ -35,12 +35,12 @@ class Mix:
 MIXES = {
     one.name: one
     for one in (
-        Mix("chat", Spread(300, 0.7, 48, 1400), Spread(32, 0.5, 8, 96), shared=0.6),
-        Mix("summaries", Spread(1100, 0.5, 300, 2600), Spread(16, 0.4, 4, 48)),
-        Mix("answers", Spread(160, 0.5, 48, 480), Spread(72, 0.4, 24, 160), shared=0.3),
+        Mix("chat", LogNormal(300, 0.7, 48, 1400), LogNormal(32, 0.5, 8, 96), shared=0.6),
+        Mix("summaries", LogNormal(1100, 0.5, 300, 2600), LogNormal(16, 0.4, 4, 48)),
+        Mix("answers", LogNormal(160, 0.5, 48, 480), LogNormal(72, 0.4, 24, 160), shared=0.3),
     )
 }
-TURNS = Mix("turns", Spread(60, 1.0, 8, 800), Spread(32, 0.5, 8, 96), shared=0.6)
+TURNS = Mix("turns", LogNormal(60, 1.0, 8, 800), LogNormal(32, 0.5, 8, 96), shared=0.6)
 """Short prompts, and long ones of which all but a little was asked before."""
 
 
@@ -72,7 +72,7 @@ def token_ids(ids: Sequence[int], tokens: int, vocabulary: int, seed: int) -> li
     return found
 
 
-def busy_s(requests: Sequence[TraceRequest], cost: CostModel, handover: Handover) -> tuple[float, float]:
+def busy_s(requests: Sequence[TraceRequest], cost: CostModel, handover: PromptHandover) -> tuple[float, float]:
     """Mean seconds of a request at the prefill and at the decode instance, by the model; nothing cached elsewhere than
     in an instance's own memory."""
     seen: set[int] = set()

@@ -17,10 +17,9 @@ from typing import Any
 from _bench import print_table, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.testbed.virtual import VirtualConstellation
-
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.plan import Ground, make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 MODES = [
     ("ideal", "nearest"),

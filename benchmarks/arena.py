@@ -32,8 +32,8 @@ from _arena import DURATIONS_S, GIVEN, ORIGINALS, OURS, PREDICTED, TRACE_TUNED, 
 from _arena import swept as swept_player
 from _bench import print_table, versions, write_json
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.sim.routing import RoutingSetup, measured, simulate
-from skymemory.sim.trace import at_rate, split_at
+from skymemory_lab.sim.routing import RoutingSetup, measured, simulate
+from skymemory_lab.sim.trace import at_rate, split_at
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 SERVERS = 8

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from _bench import print_table, write_json
 from skymemory.cache.cake.cake import CakeSettings
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.engine.cake import OtherPrompts
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TINYLLAMA_SHAPE, TWO_SECOND_SHAPE, build_llama
@@ -85,7 +85,7 @@ class Bench:
         high = model.config.vocab_size
         self.ids = torch.randint(3, high, (1, 8192), generator=dice)
         self.others = [torch.randint(3, high, (1, 1024), generator=dice) for _ in range(2)]
-        self.paces: dict[tuple[float, float], Pace] = {}
+        self.paces: dict[tuple[float, float], SpeedEstimate] = {}
         self.settled: list[tuple[int, float]] = []
         self.kvc.cake.on_settled = lambda index, origin: self.settled.append((index, time.perf_counter()))
 
@@ -100,7 +100,7 @@ class Bench:
         time.sleep(self.link.backlog_s)
         self.kvc.loading = loading  # type: ignore[assignment]
         key = (share, rate) if loading == "cake" else (-1.0, 0.0)
-        self.kvc.cake.cake.pace = self.paces.setdefault(key, Pace()) if loading == "cake" else Pace()
+        self.kvc.cake.cake.pace = self.paces.setdefault(key, SpeedEstimate()) if loading == "cake" else SpeedEstimate()
         beside = OtherPrompts(self.model, self.others, share, piece_tokens=32, again=True) if share < 1 else None
         self.kvc.cake.beside = beside
         self.settled.clear()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from _bench import print_table, write_json
 from skymemory.constellation.ground_track import CellGrid
-from skymemory.demo.cells import Town, run_drive
 from skymemory.placement.layout import Strategy
+from skymemory_lab.demo.cells import Town, run_drive
 
 TOWN = Town(CellGrid(24, 24))
 SPEED_M_S = 50 / 3.6

@@ -26,11 +26,11 @@ from typing import Any
 
 from _bench import print_table, write_json
 from _cluster_cells import GRID_RATES, GRID_RULES, OURS, QUICK_GRID_RATES, admission_cells, scheduler_cells, speed
-from skymemory.reproduce.mooncake.base import Experiment, Setting
-from skymemory.reproduce.mooncake.clusters import real, simulated
-from skymemory.sim.cluster.cells import CellAnswer, run_cell
-from skymemory.sim.sweeps import sweep
-from skymemory.sim.workload import Source
+from skymemory_lab.reproduce.mooncake.base import Experiment, ExperimentSetting
+from skymemory_lab.reproduce.mooncake.clusters import real, simulated
+from skymemory_lab.sim.cluster.cells import CellAnswer, run_cell
+from skymemory_lab.sim.sweeps import sweep
+from skymemory_lab.sim.workload import ConversationSource
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 PARTS = ("schedulers", "admission", "coupled", "speed")
@@ -47,7 +47,7 @@ def progress_of(name: str) -> Any:
     return show
 
 
-def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
+def schedulers(source: ConversationSource, time: str, jobs: int) -> list[dict[str, Any]]:
     labels, cells = zip(*scheduler_cells(source, time), strict=True)
     rows = []
     for (rate, name), answer in zip(
@@ -85,7 +85,9 @@ def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def admission(source: Source, time: str, jobs: int, rates: Sequence[float], draws: int) -> list[dict[str, Any]]:
+def admission(
+    source: ConversationSource, time: str, jobs: int, rates: Sequence[float], draws: int
+) -> list[dict[str, Any]]:
     drawn = [replace(source, seed=source.seed + draw) for draw in range(draws)]
     labels, cells = zip(*(one for each in drawn for one in admission_cells(each, time, rates)), strict=True)
     by_cell: dict[tuple[object, ...], list[dict[str, Any]]] = {}
@@ -162,10 +164,10 @@ def _best(mine: dict[str, dict[str, Any]]) -> str:
     return "all" if len(best) == len(mine) else ", ".join(best)
 
 
-def coupled(source: Source, jobs: int) -> list[dict[str, Any]]:
+def coupled(source: ConversationSource, jobs: int) -> list[dict[str, Any]]:
     found: list[Experiment] = []
     for name, experiment in (("real", real), ("simulated", simulated)):
-        found.append(experiment(Setting(source, jobs=jobs, progress=progress_of(name))))
+        found.append(experiment(ExperimentSetting(source, jobs=jobs, progress=progress_of(name))))
         last = found[-1]
         print_table(f"{last.title} ({last.source})", list(last.header), [[_cell(v) for v in row] for row in last.rows])
         for one in last.values:
@@ -217,7 +219,7 @@ def main() -> None:
     trace = options.trace if options.trace.is_file() else None
     if trace is None:
         print(f"there is no trace at {options.trace}; in its place the seeded generator", file=sys.stderr)
-    source = Source(trace, options.seed, options.quick)
+    source = ConversationSource(trace, options.seed, options.quick)
     parts = options.only.split(",")
     found: dict[str, Any] = {}
     if "schedulers" in parts:

@@ -18,11 +18,11 @@ import numpy as np
 
 from _bench import print_table, write_json
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.request import Plan
-from skymemory.sim.cluster.setup import PoolSettings, SkySetup
-from skymemory.sim.cluster.simulation import new_pool
-from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, read_trace
-from skymemory.sim.workload import CONVERSATIONS, generate
+from skymemory.conductor.request import PromptPlan
+from skymemory_lab.sim.cluster.setup import PoolSettings, SkySetup
+from skymemory_lab.sim.cluster.simulation import new_pool
+from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from skymemory_lab.sim.workload import CONVERSATIONS, generate
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 NODES = 8
@@ -51,7 +51,9 @@ def replay(settings: PoolSettings, requests: list[TraceRequest]) -> tuple[float,
         sources = [(held[best], names[best]), *((far.blocks, far.tier) for far in pool.far(blocks))]
         most, source = max(sources)
         missing = (most - held[node]) * BLOCK_TOKENS
-        plan = Plan(held[node] * BLOCK_TOKENS, held[node] * BLOCK_TOKENS, missing, source) if missing > 0 else None
+        plan = (
+            PromptPlan(held[node] * BLOCK_TOKENS, held[node] * BLOCK_TOKENS, missing, source) if missing > 0 else None
+        )
         hits += pool.load(node, ids, plan, now_s).cached_tokens // BLOCK_TOKENS
         pool.stream(node, NODES + node, len(ids) * BLOCK_TOKENS, now_s, 1.0, 80)
         pool.stored(node, ids, now_s)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _bench import print_table, write_json
-from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
-from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
-from skymemory.sim.sweeps import sweep
-from skymemory.sim.workload import Source
+from skymemory_lab.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
+from skymemory_lab.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
+from skymemory_lab.sim.sweeps import sweep
+from skymemory_lab.sim.workload import ConversationSource
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 DRAM_TB = (0.1, 0.25, 1.0)
@@ -59,7 +59,7 @@ BEHIND = [
 ]
 
 
-def cell(dram_tb: float, behind: Behind, rate: float, picky_s: float, source: Source) -> ClusterCell:
+def cell(dram_tb: float, behind: Behind, rate: float, picky_s: float, source: ConversationSource) -> ClusterCell:
     sky = SkySetup(behind.gbit_s * 1e9 / 8, packing=behind.packing, picky_queued_s=picky_s) if behind.gbit_s else None
     pool = PoolSettings(dram_bytes=dram_tb * 1e12, ssd_bytes=behind.ssd_tb * 1e12, sky=sky)
     setup = ClusterSetup(pool=pool, rate=rate)
@@ -113,7 +113,7 @@ def main() -> None:
     trace = options.trace if options.trace.is_file() else None
     if trace is None:
         print(f"there is no trace at {options.trace}: the generator's requests instead", file=sys.stderr)
-    sources = [Source(trace, seed, options.quick) for seed in range(1 if options.quick else options.seeds)]
+    sources = [ConversationSource(trace, seed, options.quick) for seed in range(1 if options.quick else options.seeds)]
     wanted = [(dram_tb, behind) for dram_tb in DRAM_TB for behind in BEHIND]
     cells = [cell(*one, options.rate, options.picky, source) for one in wanted for source in sources]
     began_s = time.perf_counter()

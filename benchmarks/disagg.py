@@ -56,11 +56,11 @@ from _disagg_workload import MIXES, TURNS, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
 from skymemory.metrics import spread
-from skymemory.serving.replay.report import Outcome, Status
-from skymemory.sim.cluster.outcome import RequestOutcome
-from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
-from skymemory.sim.cluster.simulation import run_cluster
-from skymemory.sim.trace import TraceRequest
+from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus
+from skymemory_lab.sim.cluster.outcome import RequestOutcome
+from skymemory_lab.sim.cluster.setup import ClusterSetup, PoolSettings, PromptHandover
+from skymemory_lab.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.trace import TraceRequest
 
 PARTS = ("fit", "real", "coupled", "overload", "split", "curve")
 SEEDS = {0.3: 2, 0.6: 2, 0.85: 3}
@@ -97,10 +97,11 @@ class Times:
     end_s: float
 
 
-def of_real(outcomes: Sequence[Outcome]) -> list[Times]:
+def of_real(outcomes: Sequence[ReplayOutcome]) -> list[Times]:
     nothing = Times(math.nan, math.nan, math.nan)
     return [
-        Times(one.due_ttft_s, one.tbt_s, one.end_s) if one.status is Status.COMPLETED else nothing for one in outcomes
+        Times(one.due_ttft_s, one.tbt_s, one.end_s) if one.status is ResponseStatus.COMPLETED else nothing
+        for one in outcomes
     ]
 
 
@@ -144,7 +145,7 @@ def real_hits(spent: Sequence[dict[str, float]], coupled: bool) -> float:
     return 1.0 - sum(one.get(COMPUTED, 0.0) for one in counted) / prompts if prompts else math.nan
 
 
-def slower(handover: Handover, decode: float) -> Handover:
+def slower(handover: PromptHandover, decode: float) -> PromptHandover:
     return replace(handover, take_s=handover.take_s * decode, take_token_s=handover.take_token_s * decode)
 
 
@@ -286,7 +287,7 @@ def at_work(bench: Bench, model: Fitted, on: Servers, url: str) -> Fitted:
 def read_fit(row: Row) -> Fitted:
     return Fitted(
         parse(json.dumps(row["cost"])),
-        Handover(**row["handover"]),
+        PromptHandover(**row["handover"]),
         *(row[name] for name in ("request_s", "prefill_at_work", "decode_at_work")),
         {},
         *(row.get(name, 1.0) for name in ("prefill_beside", "decode_beside")),
@@ -428,7 +429,7 @@ def overload(bench: Bench, model: Fitted) -> list[Row]:
                 play = asyncio.run(played(on, url, requests, seed + RULES.index(rule)))
                 label = {"mix": mix.name, "load": times, "seed": seed, "requests": len(requests), "rule": rule}
                 got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
-                refused = sum(one.status is Status.REFUSED for one in play.outcomes)
+                refused = sum(one.status is ResponseStatus.REFUSED for one in play.outcomes)
                 prefills = round(play.spent[0].get(COUNT, 0.0))
                 rows.append({**label, **asdict(slo), **got, "refused": refused, "prefills": prefills})
     return sorted(rows, key=lambda row: (row["load"], row["rule"]))

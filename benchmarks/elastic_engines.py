@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from _bench import print_table, write_json
-from skymemory.demo.processes import service
+from skymemory_lab.demo.processes import service
 
 START_S = 60.0
 _ELASTIC = '[elastic]\nsmoothing = "{smoothing:g}s"\nsettle = "{settle:g}s"\n'

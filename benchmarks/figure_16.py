@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from _bench import median_s, print_table, write_json
-from skymemory.sim.latency import figure_16
+from skymemory_lab.sim.latency import figure_16
 
 
 def main() -> None:

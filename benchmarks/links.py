@@ -21,13 +21,12 @@ from typing import Any
 from _bench import constellation, print_table, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.testbed.virtual import VirtualConstellation
-
 from skymemory.constellation.links import Links
 from skymemory.metrics import percentile
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import store_of
 from skymemory.testbed.plan import make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 RATES = {"up": "20Mbit", "down": "40Mbit", "isl": "80Mbit"}
 FAST = {"up": "1.2Gbit", "down": "1.2Gbit", "isl": "10Gbit"}

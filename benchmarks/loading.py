@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import mean, median
 
 from _bench import print_table, write_json
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.constellation.presets import DEFAULT_HOST, preset_named
-from skymemory.reproduce.cake import MBIT_BYTES, load_with_cake, prompt_chunks
-from skymemory.sim.loading import (
+from skymemory_lab.reproduce.cake import MBIT_BYTES, load_with_cake, prompt_chunks
+from skymemory_lab.sim.loading import (
     A100,
     H100,
     LinkBudget,
@@ -78,7 +78,7 @@ def links(seed: int, quick: bool) -> dict[tuple[str, str], LinkTrace]:
 
 
 def load(
-    model: PrefillModel, tokens: int, trace: LinkTrace, budget: int, chunk_tokens: int, pace: Pace
+    model: PrefillModel, tokens: int, trace: LinkTrace, budget: int, chunk_tokens: int, pace: SpeedEstimate
 ) -> SimulatedLoad:
     room = IN_FLIGHT_BYTES if trace.latency_s else 1
     return load_with_cake(
@@ -101,7 +101,7 @@ def cells(seed: int, quick: bool) -> Iterator[Cell]:
                 for tokens in tokens_tried:
                     step_s = model.step_s(tokens - budget, budget)
                     for size in CHUNKS:
-                        pace, chunks = Pace(), prompt_chunks(tokens, size)
+                        pace, chunks = SpeedEstimate(), prompt_chunks(tokens, size)
                         best_s = best_split_s(chunks, model.step_s, trace, budget_tokens=budget)
                         cold_s, warm_s = (load(model, tokens, trace, budget, size, pace).ttft_s for _ in "12")
                         yield Cell(
@@ -140,7 +140,7 @@ def over_the_beam(quick: bool) -> Iterator[OverTheBeam]:
         ]
         for share in SHARES:
             model, budget = with_share(A100, share), share_tokens(share)
-            pace = Pace()
+            pace = SpeedEstimate()
             size_bytes = sum(chunk.size_bytes for chunk in prompt_chunks(tokens, 128))
             runs = [load(model, tokens, trace, budget, 128, pace) for trace in traces]
             yield OverTheBeam(

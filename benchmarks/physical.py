@@ -22,13 +22,22 @@ import numpy as np
 from _bench import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.sim.sky.machines import compare
+from tests.lab.sim.sky.machines import compare
 
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.client.gateway import ACCESS_MODES
-from skymemory.sim.sky.bound import lower_bound_s
-from skymemory.sim.sky.physical import OPERATIONS, LinkRates, Order, Setting, Ways, latency_s, sight_of, ways_of
 from skymemory.testbed.plan import Ground, make_plan
+from skymemory_lab.sim.sky.bound import lower_bound_s
+from skymemory_lab.sim.sky.physical import (
+    OPERATIONS,
+    LinkRates,
+    Order,
+    TransferSetting,
+    Ways,
+    latency_s,
+    sight_of,
+    ways_of,
+)
 
 RATES = {
     "ka band": LinkRates(0.3e9, 1.2e9, 10e9),
@@ -41,9 +50,9 @@ SERVER_S = (0.0, 20e-6, 1e-3)
 ORDERS: tuple[Order, ...] = ("in_turn", "farthest")
 
 
-def settings_of(order: Order) -> list[tuple[LinkRates, str, Setting]]:
+def settings_of(order: Order) -> list[tuple[LinkRates, str, TransferSetting]]:
     return [
-        (rates, name, Setting(value_bytes, server_s=server_s, order=order))
+        (rates, name, TransferSetting(value_bytes, server_s=server_s, order=order))
         for (name, rates), value_bytes, server_s in product(RATES.items(), VALUES_BYTES, SERVER_S)
     ]
 

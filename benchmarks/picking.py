@@ -28,7 +28,7 @@ import numpy as np
 
 from _bench import print_table, write_json
 from skymemory import native
-from skymemory.conductor.picker import Fleet, LoadReport, Picker
+from skymemory.conductor.picker import Fleet, Picker, ReportedLoad
 from skymemory.conductor.prefix_index.approximate import MAX_MATCH, ApproximatePrefixIndex
 from skymemory.conductor.request import Decision, Prompt, Request
 from skymemory.conductor.strategies.named import named
@@ -75,7 +75,7 @@ def measure(
     fleet = Fleet()
     for number in range(servers):
         server = fleet.add(f"http://10.0.0.{number}:8000")
-        server.reported = LoadReport(0.0, int(dice.integers(4)), int(dice.integers(30)), float(dice.random()))
+        server.reported = ReportedLoad(0.0, int(dice.integers(4)), int(dice.integers(30)), float(dice.random()))
         server.in_flight = int(dice.integers(30))
     before = rss_bytes()
     limit = max_match or BLOCKS
@@ -143,7 +143,7 @@ def account(servers: int, blocks: int, requests: int, seed: int) -> dict[str, An
     now_s, batches = 0.0, []
     for begin in range(0, requests, 200):
         for server in fleet:
-            server.reported = LoadReport(now_s, int(dice.integers(3)), int(dice.integers(30)), float(dice.random()))
+            server.reported = ReportedLoad(now_s, int(dice.integers(3)), int(dice.integers(30)), float(dice.random()))
         started = time.process_time()
         for request in asked[begin : begin + 200]:
             now_s += 0.005

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from skymemory.view.drawing import new_figure, save
+from skymemory_lab.view.drawing import new_figure, save
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLOURS = {

@@ -10,7 +10,7 @@ from matplotlib.colors import TwoSlopeNorm
 
 from _disagg_curve import LINKS, SPEEDS, cells, ratio, read
 from _disagg_workload import MIXES
-from skymemory.view.drawing import new_figure, save
+from skymemory_lab.view.drawing import new_figure, save
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 TBT_LOAD = 0.6

@@ -26,12 +26,12 @@ from typing import Any
 
 from _bench import print_table, write_json
 from skymemory.conductor.pools import ElasticSettings
-from skymemory.reproduce.mooncake.base import COST
-from skymemory.sim.cluster.cells import ClusterCell, run_cell
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.mixes import MixSource, WorkloadSource
-from skymemory.sim.sweeps import WAYS, Way, sweep
-from skymemory.sim.workload import OpenSource, RequestSource, Source
+from skymemory_lab.reproduce.mooncake.base import COST
+from skymemory_lab.sim.cluster.cells import ClusterCell, run_cell
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.mixes import MixSource, WorkloadSource
+from skymemory_lab.sim.sweeps import WAYS, Way, sweep
+from skymemory_lab.sim.workload import ConversationSource, OpenSource, RequestSource
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 MACHINES = 8
@@ -83,7 +83,10 @@ def families(trace: Path | None) -> dict[str, Family]:
         "mix, ramp": Family(True, _mix("ramp", 3600.0)),
     }
     if trace is not None:
-        found = {"conversation trace": Family(False, lambda seed, part: Source(trace, seed), 1.2, trace=True), **found}
+        found = {
+            "conversation trace": Family(False, lambda seed, part: ConversationSource(trace, seed), 1.2, trace=True),
+            **found,
+        }
     return found
 
 

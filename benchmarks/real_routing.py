@@ -43,11 +43,11 @@ from tests.end_to_end.envoy import envoy_binary, running_envoy, running_picker
 from tests.vllm.server import PYTHON as VLLM_PYTHON
 from tests.vllm.server import Vllm
 
-from skymemory.demo.processes import service
 from skymemory.engine.inputs import shipped_document
 from skymemory.errors import connection_reason
 from skymemory.router.engines.metrics import samples
 from skymemory.router.envoy.config import Entrance, bootstrap
+from skymemory_lab.demo.processes import service
 
 ENGINES = 2
 SYSTEM_WORDS, TURN_WORDS = 400, (100, 400)

@@ -22,10 +22,10 @@ from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduling.named import prefill_scorer
-from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings
-from skymemory.sim.cluster.simulation import run_cluster
-from skymemory.sim.trace import TraceRequest, read_trace
-from skymemory.sim.workload import CONVERSATIONS, generate
+from skymemory_lab.sim.cluster.setup import ClusterSetup, PoolSettings
+from skymemory_lab.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.trace import TraceRequest, read_trace
+from skymemory_lab.sim.workload import CONVERSATIONS, generate
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 GBIT = (25, 100, 800)

@@ -38,10 +38,10 @@ from typing import Any
 from _bench import constellation, print_table, redis_server, write_json
 from skymemory.addresses import ListenAddress
 from skymemory.engine.models import TINYLLAMA_SHAPE
-from skymemory.serving.resp.commands import Commands
-from skymemory.serving.resp.server import Daemon, Limits, listen_at
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
+from skymemory.store.redis_server.commands import Commands
+from skymemory.store.redis_server.server import Daemon, ServerLimits, listen_at
 from skymemory.store.wrappers import RateLimited
 
 ROOT = Path(__file__).parents[1]
@@ -210,7 +210,7 @@ def daemon(folder: Path, store: str) -> Iterator[str]:
 def daemon_here(folder: Path, store: Store) -> Iterator[str]:
     """The same daemon in a thread of this process, over a store whose rate this process sets."""
     address = ListenAddress.parse(f"unix://{folder}/link.sock", unix=True)
-    served = Daemon(Commands(store), Limits())
+    served = Daemon(Commands(store), ServerLimits())
     thread = threading.Thread(target=served.serve, args=([listen_at(address)],))
     thread.start()
     try:

@@ -21,12 +21,11 @@ from typing import Any
 from _bench import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.testbed.virtual import VirtualConstellation
-
 from skymemory.constellation.links import Links
 from skymemory.metrics import percentile
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.plan import ConstellationPlan, Ground, make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 SIZES_BYTES = (98_304, 2_883_584)
 KA_BAND = {"up": "300Mbit", "down": "1.2Gbit", "isl": "10Gbit", "buffer": "64MiB"}

@@ -16,7 +16,10 @@ from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import MetricsPage
 from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import settings_from
-from skymemory.serving.engine.run import bound
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
+from skymemory_lab.engine.run import bound
 
 
 @pytest.fixture

@@ -22,12 +22,15 @@ from skymemory.router.envoy.endpoints import FileSource
 from skymemory.router.prefix_state import load_index
 from skymemory.router.settings import read_cost, read_settings
 from skymemory.router.tls import from_files
-from skymemory.sim.trace import read_trace
 from skymemory.testbed.control import read_outages
 from skymemory.testbed.key_file import read_keys
 from skymemory.testbed.open_store import open_store
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.run_directory import RunDirectory
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
+from skymemory_lab.sim.trace import read_trace
 
 
 def _outages(path: Path) -> None:

@@ -23,12 +23,15 @@ from skymemory.engine.inputs import read_document
 from skymemory.errors import InvalidInput, connection_reason, quoted
 from skymemory.files import decode_text, read_toml
 from skymemory.router.settings import read_cost, read_settings
-from skymemory.sim.sky.breakeven import read_measured
-from skymemory.sim.trace import read_trace
 from skymemory.store import disk_files
 from skymemory.testbed.key_file import read_keys
 from skymemory.testbed.open_store import open_store
 from skymemory.testbed.plan_file import load_plan
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
+from skymemory_lab.sim.sky.breakeven import read_measured
+from skymemory_lab.sim.trace import read_trace
 
 # --- a put that fails ---
 
@@ -66,7 +69,7 @@ def test_a_file_that_may_not_be_so_large_is_named(tmp_path: Path) -> None:
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
         "from pathlib import Path; from skymemory.cli.main import main; from skymemory.files import write_output\n"
-        "from skymemory.files import write_private; import skymemory.cli.layout as layout\n"
+        "from skymemory.files import write_private; import skymemory_lab.cli.layout as layout\n"
         "layout.run = lambda args: write_{}(Path('there'), bytes(5000))\n"
         "sys.exit(main(['layout']))"
     )
@@ -281,7 +284,7 @@ def test_what_a_user_wrote_is_quoted_and_cut() -> None:
 
 @pytest.mark.parametrize("more", ["", "/", "/v1", "/v1/", "/v1/models", "/v1/chat/completions", "/v1/completions"])
 def test_the_path_of_the_api_may_stand_in_a_servers_address(more: str, tmp_path: Path) -> None:
-    from skymemory.serving.replay.client import base_url
+    from skymemory_lab.replay.client import base_url
 
     for url in ("http://127.0.0.1:8000", "https://host/prefix"):
         assert without_api_path(url + more) == base_url(url + more) == url

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "skymemory"
+ROOT = Path(__file__).parents[1]
+SOURCES = (ROOT / "src/skymemory", ROOT / "lab/src/skymemory_lab")
 
 KILLED = "it was killed before: the kernel ends it"
 ENDED = "it has ended, or answered, before: this only takes what is there"
@@ -20,35 +21,35 @@ WAITS = {
     "cli/cluster.py _end_started supervisor.wait": KILLED,
     "cli/cluster.py _supervise.follow sys.stdin.buffer.readline": LIFE,
     "cli/doctor.py _report file.readline": FILE,
+    "cluster/supervisor.py Supervised.run process.wait": ENDED,
+    "cluster/supervisor.py Supervised.run self._guard.communicate": KILLED,
+    "cluster/supervisor.py _end process.wait": KILLED,
+    "cluster/supervisor.py is_healthy client.connect": TIMED,
     "demo/engines.py _process guarded.communicate": KILLED,
     "demo/engines.py _process process.communicate": KILLED,
     "demo/motion.py _kill child.process.wait": KILLED,
     "demo/processes.py _addresses process.stdout.readline": TIMED,
     "demo/processes.py _end process.wait": KILLED,
     "demo/vllm.py run_vllm server.wait": TIMED,
+    "engine/run.py _wait_for os.wait": LIFE,
     "router/engines/follower.py Follower.__init__ self._socket.connect": NEVER_BLOCKS,
     "router/engines/follower.py replay socket.connect": NEVER_BLOCKS,
     "router/http/listener.py Listener._accept listening.accept": NEVER_BLOCKS,
     "router/http/listener.py Listener.stop_accepting listening.accept": NEVER_BLOCKS,
     "router/http/upstream.py Pool._open loop.create_connection": TIMED,
-    "serving/cluster/supervisor.py Supervised.run process.wait": ENDED,
-    "serving/cluster/supervisor.py Supervised.run self._guard.communicate": KILLED,
-    "serving/cluster/supervisor.py _end process.wait": KILLED,
-    "serving/cluster/supervisor.py is_healthy client.connect": TIMED,
-    "serving/engine/run.py _wait_for os.wait": LIFE,
-    "serving/resp/server.py Conversation._end_with self._sock.recv": TIMED,
-    "serving/resp/server.py Conversation._read self._sock.recv": TIMED,
-    "serving/resp/server.py Conversation._read_ahead self._sock.recv": TIMED,
-    "serving/resp/server.py Daemon._accept listener.accept": ENDED,
-    "serving/resp/server.py Daemon.serve selector.select": LIFE,
-    "serving/resp/server.py Daemon.serve self._woken.recv": ENDED,
-    "serving/resp/server.py _remove_stale probe.connect": NEVER_BLOCKS,
-    "serving/resp/server.py receive_all sock.recv_into": TIMED,
     "sim/sweeps.py _on_ray ray.get": ENDED,
     "sim/sweeps.py _on_ray ray.wait": LIFE,
     "sim/sweeps.py sweep ProcessPoolExecutor": LIFE,
     "store/redis.py _DeadlineSocket.recv self._sock.recv": TIMED,
     "store/redis.py _DeadlineSocket.recv_into self._sock.recv_into": TIMED,
+    "store/redis_server/server.py Conversation._end_with self._sock.recv": TIMED,
+    "store/redis_server/server.py Conversation._read self._sock.recv": TIMED,
+    "store/redis_server/server.py Conversation._read_ahead self._sock.recv": TIMED,
+    "store/redis_server/server.py Daemon._accept listener.accept": ENDED,
+    "store/redis_server/server.py Daemon.serve selector.select": LIFE,
+    "store/redis_server/server.py Daemon.serve self._woken.recv": ENDED,
+    "store/redis_server/server.py _remove_stale probe.connect": NEVER_BLOCKS,
+    "store/redis_server/server.py receive_all sock.recv_into": TIMED,
     "testbed/host_process.py _Line._received self._socket.recv": NEVER_BLOCKS,
     "testbed/supervisor.py Child.release self.line.sendall": "a few bytes fit into an empty socket pair",
     "testbed/supervisor.py _await_ready child.line.recv": ENDED,
@@ -134,8 +135,8 @@ def _is_limited(call: ast.Call) -> bool:
 
 def test_every_wait_on_another_process_has_a_deadline_or_a_reason() -> None:
     found: dict[str, str] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        file = path.relative_to(SOURCE).as_posix()
+    files = [(path, path.relative_to(source).as_posix()) for source in SOURCES for path in sorted(source.rglob("*.py"))]
+    for path, file in files:
         for where, line in find_waits(path.read_text("utf-8")):
             found[f"{file} {where}"] = f"{file}:{line}"
     new = {wait: at for wait, at in found.items() if wait not in WAITS}

@@ -21,8 +21,9 @@ from types import FrameType
 from typing import Any
 
 import skymemory
+import skymemory_lab
 
-PACKAGE = str(Path(skymemory.__file__).parent)
+SOURCES = tuple(str(Path(str(package.__file__)).parents[1]) for package in (skymemory, skymemory_lab))
 SKYMEMORY = (sys.executable, "-m", "skymemory")
 
 
@@ -34,9 +35,10 @@ class Seen:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
+        source = next((source for source in SOURCES if code.co_filename.startswith(f"{source}/")), None)
+        if event == "call" and source is not None:
             self.calls += 1
-            self.files.add(code.co_filename[len(PACKAGE) + 1 :])
+            self.files.add(code.co_filename[len(source) + 1 :])
             self.functions.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     def as_json(self) -> dict[str, Any]:
@@ -113,9 +115,9 @@ def proxied_request() -> Seen:
 
 
 def four_requests_of_a_cluster() -> Seen:
-    from skymemory.sim.cluster.setup import ClusterSetup
-    from skymemory.sim.cluster.simulation import run_cluster
-    from skymemory.sim.trace import TraceRequest
+    from skymemory_lab.sim.cluster.setup import ClusterSetup
+    from skymemory_lab.sim.cluster.simulation import run_cluster
+    from skymemory_lab.sim.trace import TraceRequest
 
     requests = [TraceRequest(float(at), 2_048, 8, tuple(range(4))) for at in range(4)]
     setup = ClusterSetup(prefill=2, decode=2)

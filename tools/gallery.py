@@ -10,9 +10,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from skymemory.reproduce.claims import all_claims, as_markdown
-from skymemory.reproduce.gallery import chosen, gallery_page
-from skymemory.view.drawing import save
+from skymemory_lab.reproduce.claims import all_claims, as_markdown
+from skymemory_lab.reproduce.gallery import chosen, gallery_page
+from skymemory_lab.view.drawing import save
 
 DOCS = Path(__file__).parents[1] / "docs"
 THUMBNAIL_DPI = 110

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from skymemory.sim.sky.breakeven import MEASURED_FILE
+from skymemory_lab.sim.sky.breakeven import MEASURED_FILE
 from tools.benchmark_tables import rows_of
 
 TINYLLAMA_BYTES = 22_528

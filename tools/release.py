@@ -14,7 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
-MOST_BYTES = {"skymemory-*.whl": 2_000_000, "skymemory-*.tar.gz": 20_000_000, "skymemory_small_model-*": 15_000_000}
+MOST_BYTES = {
+    "skymemory-*.whl": 2_000_000,
+    "skymemory-*.tar.gz": 20_000_000,
+    "skymemory_lab-*": 1_000_000,
+    "skymemory_small_model-*": 15_000_000,
+}
 
 
 def run(*words: str | Path, cwd: Path = ROOT) -> None:
@@ -36,7 +41,7 @@ def build(folder: Path) -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
     copy_tree(folder / "tree")
-    for project in (folder / "tree", folder / "tree" / "models" / "small"):
+    for project in (folder / "tree", folder / "tree" / "lab", folder / "tree" / "models" / "small"):
         run("build", "--outdir", folder / "built", project)
     for file in (folder / "built").iterdir():
         if "-linux_" in file.name:

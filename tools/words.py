@@ -43,7 +43,18 @@ PATTERN = re.compile(
     r"(?<![a-z])(?:" + "|".join(f"(?P<w{at}>{word})" for at, word in enumerate(INSTEAD)) + r")(?![a-z])", re.I
 )
 SUFFIXES = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", "Makefile")
-CHECKED = ("src", "tests", "docs", "benchmarks", "tools", "Makefile", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+CHECKED = (
+    "src",
+    "lab",
+    "tests",
+    "docs",
+    "benchmarks",
+    "tools",
+    "Makefile",
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+)
 HISTORY = ("CHANGELOG.md", "tools/words.py")
 
 

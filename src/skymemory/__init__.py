@@ -1,6 +1,6 @@
 """SkyMemory: a KV-cache memory hierarchy for LLM inference that reaches up to satellites in low Earth orbit.
 
-The public names below are loaded at their first use, so that a satellite never imports torch.
+Public names are loaded at their first use: a satellite never imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from skymemory import errors
-from skymemory.moved import forward
 
 if TYPE_CHECKING:
     from skymemory.engine.huggingface import KVCManager
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from skymemory.store.memory import MemoryStore
     from skymemory.store.named import NamedValues
     from skymemory.testbed.open_store import open_store
-
-forward()
 
 __version__ = "0.1.0"
 __all__ = ["CacheContext", "KVCManager", "MemoryStore", "NamedValues", "errors", "open_store"]

@@ -1,4 +1,4 @@
-"""Listening addresses: the same grammar and spelling for every command and setting."""
+"""Listening addresses: the same grammar for every command and setting."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ListenAddress:
 
     @classmethod
     def parse(cls, text: str, *, unix: bool = False) -> ListenAddress:
-        """Parse ``127.0.0.1:8080``, ``[::1]:8080``, ``:8080`` (127.0.0.1) or ``tcp://127.0.0.1:8080``; with ``unix``
-        also ``unix:/run/sky.sock`` and ``unix:///run/sky.sock``.
+        """Parse ``127.0.0.1:8080``, ``[::1]:8080``, ``:8080`` (127.0.0.1) or with ``tcp://``; with ``unix`` also
+        ``unix:/run/sky.sock`` and ``unix:///run/sky.sock``.
 
         Raises:
             InvalidInput: another form, or a port above 65535.
@@ -60,7 +60,6 @@ class ListenAddress:
 
     @property
     def is_local(self) -> bool:
-        """Return True if no other computer can connect."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -81,7 +80,6 @@ def _is_ipv6(host: str) -> bool:
 
 
 def without_api_path(url: str) -> str:
-    """Return the ``url`` of a server without ``/v1`` and what follows it."""
     url = url.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/models", "/v1"):
         url = url.removesuffix(ending).rstrip("/")
@@ -89,6 +87,5 @@ def without_api_path(url: str) -> str:
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Return host and port of a TCP address, as ``ListenAddress.parse`` reads it."""
     address = ListenAddress.parse(listen)
     return address.host, address.port

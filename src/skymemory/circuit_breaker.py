@@ -1,7 +1,6 @@
 """Circuit breaker for a dependency that may fail as a whole: a tier, or the constellation.
 
-It opens when calls fail or hang; then no calls are made, and probes at growing intervals test the dependency. Pure:
-time comes in as ``now_s``; the owner makes calls, sends probes and locks.
+Pure: time comes in as ``now_s``; the owner makes calls, sends probes and locks.
 
 States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is in flight).
 """
@@ -17,14 +16,11 @@ from skymemory.errors import InvalidInput
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
     failures: int = 3
-    """Consecutive failures that open it; a single hanging call does, too."""
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
-    """Waits before probes: the first, doubled after each failed probe up to the last."""
+    """Waits before probes, doubled after each failed probe."""
     probe_limit_s: float | None = 10.0
-    """Time after which an unanswered probe has failed. None: probes are packets that nothing waits for; the next is
-    sent after its wait.
-    """
+    """Time limit of a probe. None: probes are packets that nothing waits for."""
 
     def __post_init__(self) -> None:
         limit_s = 1.0 if self.probe_limit_s is None else self.probe_limit_s
@@ -35,15 +31,13 @@ class BreakerConfig:
 
 
 class CircuitBreaker:
-    """Circuit breaker; it closes by different events. Hanging calls of a tier may be answered long afterwards, so only
-    the result of a probe counts (``probed``). A packet from a satellite was sent just now, so any counts
-    (``answered``).
+    """Circuit breaker with two ways to close. A tier's hanging calls may be answered long afterwards, so only a probe
+    counts (``probed``). A satellite's packet was sent just now, so any counts (``answered``).
     """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._failures = self._failed_loads = 0
-        """Consecutive failures: of all calls, and of loads."""
         self._wait_s = self._config.first_wait_s
         self._until_s = 0.0
         self._on_trial = False
@@ -57,13 +51,11 @@ class CircuitBreaker:
 
     @property
     def next_probe_s(self) -> float:
-        """Return the time of the next ``probe_due``; infinite while closed."""
+        """Return the time of the next ``probe_due``."""
         return math.inf if self.closed else self._until_s
 
     def succeeded(self, *, loaded: bool = True) -> None:
-        """Record a timely answer. Ignored unless closed: the call may be old. Without ``loaded`` (a lookup …) failures
-        of loads still count.
-        """
+        """Record a timely answer, if closed. Without ``loaded`` (a lookup) failures of loads still count."""
         if self.closed:
             self._failures = 0
             if loaded:
@@ -73,7 +65,7 @@ class CircuitBreaker:
                 self._wait_s = self._config.first_wait_s
 
     def failed(self, now_s: float, *, load: bool = False) -> None:
-        """Record a failed or late call. The first failure after a successful probe reopens the breaker."""
+        """Record a failed or late call; the first after a successful probe reopens the breaker."""
         if not self.closed:
             return
         self._failures += 1
@@ -83,7 +75,7 @@ class CircuitBreaker:
             self._loads_opened = load
 
     def timed_out(self, now_s: float, *, probe_at_once: bool = False) -> None:
-        """Open at once: a call exceeded the longest deadline. ``probe_at_once``: the first probe does not wait."""
+        """Open at once."""
         if self.closed:
             self._open(now_s)
             self._loads_opened = False
@@ -91,7 +83,7 @@ class CircuitBreaker:
                 self._until_s, self._wait_s = now_s, self._config.first_wait_s
 
     def probe_due(self, now_s: float) -> bool:
-        """Return True if the owner must send a probe now; it is then half-open until the probe ends."""
+        """Return True if a probe must be sent now."""
         if self.closed or now_s < self._until_s:
             return False
         limit_s = self._config.probe_limit_s
@@ -106,7 +98,7 @@ class CircuitBreaker:
         return True
 
     def probed(self, answered: bool, now_s: float) -> None:
-        """Record a probe's result; a success is ignored if the probe was given up."""
+        """Record a probe's result; a success after its limit is ignored."""
         if self.state != "half-open":
             return
         if not answered:
@@ -117,7 +109,7 @@ class CircuitBreaker:
         self._on_trial = True
 
     def answered(self) -> bool:
-        """Close, after any answer; return True if it was not closed."""
+        """Close; return True if it was not closed."""
         was_closed = self.closed
         self.state = "closed"
         self.succeeded()

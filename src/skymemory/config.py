@@ -1,7 +1,4 @@
-"""Configuration from files, flags and URLs: registries of implementations, schemas, readers of values.
-
-An error about an unknown name suggests the nearest known name (``suggestion``).
-"""
+"""Configuration from files, flags and URLs: registries, schemas, readers of values."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ Schema = TypeVar("Schema")
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown ``word``: the nearest known word, or all."""
+    """Return the end of an error: the nearest known word, or all."""
     # 0.5 (difflib's default is 0.6): half of the letters may differ, because known words are few and dissimilar.
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if near:
@@ -38,7 +35,7 @@ def parse_toml(content: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
     Raises:
-        InvalidInput: it is not TOML, or a whole number in it has more than 64 bits; with the line, or the key.
+        InvalidInput: no TOML, or a whole number of more than 64 bits.
     """
     try:
         tables = tomllib.loads(content)
@@ -54,7 +51,7 @@ def parse_json(content: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        InvalidInput: it is not JSON, or a whole number in it has more than 308 digits; with the line, or the key.
+        InvalidInput: no JSON, or a whole number of more than 308 digits.
     """
     try:
         document = json.loads(content)
@@ -92,7 +89,7 @@ def _check_wholes(found: Any, where: str, most: int, words: str) -> None:
 
 
 def converted(what: str, value: object, default: object) -> object:
-    """Convert ``value`` to the type of ``default``: boolean, whole number, number or word. Text is parsed like a flag.
+    """Convert ``value`` to the type of ``default``; text is parsed like a flag.
 
     Raises:
         InvalidInput: another type; ``what`` begins the message.
@@ -121,29 +118,25 @@ def converted(what: str, value: object, default: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class NoSettings:
-    """Options of an entry without options."""
+class NoSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[Build]):
+class RegistryEntry(Generic[Build]):
     description: str
     settings: type[Any]
-    """Frozen dataclass of its options, with defaults."""
+    """Dataclass of its options, with defaults."""
     build: Build
 
 
-class Registry(Mapping[str, Entry[Build]]):
-    """Registry of the implementations of an interface by name, each with its options by name.
+class Registry(Mapping[str, RegistryEntry[Build]]):
+    """Registry of implementations by name; ``kind`` is the word for an entry in errors."""
 
-    ``kind`` is the word for an entry in errors, such as "routing strategy".
-    """
-
-    def __init__(self, kind: str, entries: Mapping[str, Entry[Build]]) -> None:
+    def __init__(self, kind: str, entries: Mapping[str, RegistryEntry[Build]]) -> None:
         self.kind = kind
         self._entries = dict(entries)
 
-    def __getitem__(self, name: str) -> Entry[Build]:
+    def __getitem__(self, name: str) -> RegistryEntry[Build]:
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -152,27 +145,19 @@ class Registry(Mapping[str, Entry[Build]]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def entry(self, name: str) -> Entry[Build]:
-        """Return an entry.
-
-        Raises:
-            InvalidInput: an unknown name.
-        """
+    def entry(self, name: str) -> RegistryEntry[Build]:
+        """Return an entry; raise InvalidInput for an unknown name."""
         entry = self._entries.get(name)
         if entry is None:
             raise InvalidInput(f"no {self.kind} {name!r}; {suggestion(name, tuple(self._entries))}")
         return entry
 
     def options_of(self, name: str) -> dict[str, Any]:
-        """Return an entry's options, with defaults.
-
-        Raises:
-            InvalidInput: an unknown name.
-        """
+        """Return options with defaults; raise InvalidInput for an unknown name."""
         return defaults_of(self.entry(name).settings)
 
     def settings(self, name: str, options: Mapping[str, object]) -> Any:
-        """Return an entry's settings with these options.
+        """Return settings.
 
         Raises:
             InvalidInput: an unknown entry or option, or an invalid value.
@@ -186,7 +171,7 @@ def defaults_of(settings: type[Any]) -> dict[str, Any]:
 
 
 def read_options(owner: str, options: Mapping[str, object], known: Mapping[str, object]) -> dict[str, Any]:
-    """Convert options to the types of their defaults. ``owner`` is named in errors.
+    """Convert options to the types of their defaults.
 
     Raises:
         InvalidInput: an unknown option, or an invalid value.
@@ -203,7 +188,7 @@ def read_options(owner: str, options: Mapping[str, object], known: Mapping[str, 
 
 
 def setting(key: str, read: Callable[[object], Any], default: Any, says: str) -> Any:
-    """Declare a field of a schema: its key, the reader of its value, and a line for the reference."""
+    """Declare a schema's field: key, reader, default, and a line for the reference."""
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"key": key, "read": read, "says": says})
     return field(default=default, metadata={"key": key, "read": read, "says": says})
@@ -219,7 +204,7 @@ def filled(
     """Build a schema from a table. ``where`` begins errors; ``sections`` are further keys to suggest.
 
     Raises:
-        InvalidInput: an unknown key, with the nearest known key, or an invalid value.
+        InvalidInput: an unknown key, or an invalid value.
     """
     known = known_keys(kind)
     values = dict(more)
@@ -256,7 +241,6 @@ def whole_number(value: object) -> int:
 
 
 def integer(value: object) -> int:
-    """Read a whole number that may be negative."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInput(f"{quoted(value)}: expected a whole number")
     return value

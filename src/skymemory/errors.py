@@ -1,6 +1,5 @@
-"""Errors that callers handle. Each says what was wrong, what was expected and what to do.
-
-A miss is a value and corruption is a counter; they are not errors (see ``ARCHITECTURE.md``).
+"""Errors that callers handle: what was wrong, what was expected, what to do. A miss is a value, corruption a
+counter.
 """
 
 from __future__ import annotations
@@ -13,55 +12,52 @@ from skymemory.installation import install_command
 
 
 class SkyMemoryError(Exception):
-    """Base of all errors that SkyMemory raises deliberately."""
+    """Base of all deliberate errors."""
 
 
 class InvalidInput(SkyMemoryError, ValueError):
-    """Argument, option or file that cannot be used."""
+    """Unusable argument, option or file."""
 
 
 class LaterFile(InvalidInput):
-    """File that a later release wrote; it is not overwritten."""
+    """File of a later release; it is not overwritten."""
 
 
-class UnknownPreset(InvalidInput):
-    """Unknown constellation preset."""
+class UnknownPreset(InvalidInput): ...
 
 
 class ValueTooLarge(InvalidInput):
-    """Value, chunk or packet over a limit, which the message names."""
+    """Value, chunk or packet over a limit."""
 
 
 class MalformedPacket(SkyMemoryError, ValueError):
-    """Bytes that are not a SkyMemory packet. Receivers count and drop it; only parsers raise."""
+    """Bytes that are no packet. Receivers count and drop it; only parsers raise."""
 
 
 class LaterVersion(MalformedPacket):
-    """Data in the format of a later release: a miss, and not to be deleted or overwritten."""
+    """Data of a later release: a miss, not to be deleted or overwritten."""
 
 
-class CodecUnavailable(SkyMemoryError):
-    """Codec whose optional dependency is not installed; the message names the extra."""
+class CodecUnavailable(SkyMemoryError): ...
 
 
 class MissingExtra(SkyMemoryError):
-    """Optional dependency that is not installed; the message names the extra that provides it."""
+    """Missing optional dependency; the message names the extra."""
 
 
 class CacheMisuse(SkyMemoryError, ValueError):
-    """Use of a cache with a model or input that it cannot serve; nothing was computed."""
+    """Use of a cache with a model or input that it cannot serve."""
 
 
 class UnsupportedModel(SkyMemoryError):
-    """Model whose cache cannot be stored faithfully (hybrid, sliding-window, encoder-decoder …)."""
+    """Model whose cache cannot be stored faithfully."""
 
 
 class ConstellationError(SkyMemoryError):
-    """Failure to start, find or stop the constellation's processes."""
+    """Failure of the constellation's processes."""
 
 
-class NoConstellation(ConstellationError):
-    """Missing constellation: none is running there."""
+class NoConstellation(ConstellationError): ...
 
 
 class CommandsRefused(ConstellationError):
@@ -73,11 +69,11 @@ class CommandsRefused(ConstellationError):
 
 
 class WrongProcess(SkyMemoryError):
-    """Use of a store, socket or manager in a forked child, although its parent opened it."""
+    """Use of a parent's store, socket or manager in its fork."""
 
 
 def quoted(value: object, most: int = 60) -> str:
-    """Quote a user's input for messages, shortened to its beginning if long."""
+    """Quote a user's input, shortened if long."""
     if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to write out more than 4,300 digits
         return f"a number of about {round(value.bit_length() * 0.30103):,} digits"
     text = repr(value)
@@ -92,18 +88,17 @@ _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def refuses_connections(error: BaseException) -> bool:
-    """Return True if nothing listens at any address."""
     return isinstance(error, ConnectionRefusedError) or _numbers(error) == {errno.ECONNREFUSED}
 
 
 def _numbers(error: BaseException) -> set[int]:
-    """Return the error numbers of a name's addresses, which asyncio joins in a text."""
+    """Return the error numbers of all addresses, which asyncio joins in a text."""
     text = str(error)
     return set(map(int, _NUMBER.findall(text))) if _SEVERAL.match(text) else set()
 
 
 def os_reason(error: OSError) -> str:
-    """Return the cause in words, without the error number."""
+    """Return the cause without the error number."""
     if numbers := _numbers(error):
         return ", ".join(sorted({os.strerror(number) for number in numbers}))
     if error.errno and (error.strerror or "").startswith("Connect call failed"):  # asyncio's words, with the address
@@ -112,7 +107,6 @@ def os_reason(error: OSError) -> str:
 
 
 def connection_reason(error: BaseException) -> str:
-    """Return why a connection failed, in our words."""
     import socket
     import ssl
 
@@ -138,7 +132,7 @@ def connection_reason(error: BaseException) -> str:
 
 
 def no_room_reason(folder: object, error: OSError) -> str:
-    """Return why a value could not be written in ``folder``, and what to do."""
+    """Return why writing failed, and what to do."""
     reason = {
         errno.ENOSPC: "the disk is full: free some of it, or choose a smaller budget or another folder",
         errno.EDQUOT: "this user's disk quota is used up: free some, or choose a smaller budget or another folder",
@@ -155,9 +149,7 @@ def no_room_reason(folder: object, error: OSError) -> str:
 
 
 def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
-    """Return the error for text ``what`` that is no UTF-8: usually typed in another locale, with its bytes as
-    surrogates.
-    """
+    """Return the error for text that is no UTF-8, usually typed in another locale."""
     return InvalidInput(
         f"{what} is not encodable as UTF-8 ({error.reason}): if it was typed in a terminal, set a UTF-8 locale there, "
         "such as LC_ALL=C.UTF-8"
@@ -165,17 +157,14 @@ def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
 
 
 def cannot_read(what: object, error: OSError) -> str:
-    """Return the message for an unreadable file; the same for all commands."""
     return f"cannot read {what}: {os_reason(error)}"
 
 
 def missing_extra(what: str, packages: str, *extras: str) -> MissingExtra:
-    """Return the error for missing ``packages``; the same for all commands."""
     return MissingExtra(f"{what} needs {packages}, not installed here: {install_command(*extras)}")
 
 
 def cannot_listen(address: str, error: OSError) -> str:
-    """Return the message for an address that cannot be bound; the same for all commands."""
     reasons = {
         errno.EADDRINUSE: "the port is taken by another process: stop it, or choose another port",
         errno.EADDRNOTAVAIL: "this computer has no such address",

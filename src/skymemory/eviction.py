@@ -1,7 +1,6 @@
 """Eviction policies: the order in which a full memory evicts keys.
 
-Satellites use ``REPLACEMENTS``; memory and disk use ``POLICIES``, a superset. ``Replacement`` is their contract,
-``RankedKeys`` the priority queue of each.
+Satellites use ``REPLACEMENTS``; memory and disk ``POLICIES``.
 """
 
 from __future__ import annotations
@@ -18,30 +17,27 @@ DEFAULT_REPLACEMENT = "lrfu"
 
 
 class Replacement(Protocol):
-    """Contract of a policy; ``tests/eviction/test_policies.py`` has a naive twin of each."""
+    """Contract of a policy; each has a naive twin in ``tests/eviction/test_policies.py``."""
 
     def on_store_or_touch(self, key: bytes) -> None:
-        """Record a store or touch of the key: it becomes the newest of its rank. Not a use."""
+        """Record a store or touch, not a use: the key becomes the newest of its rank."""
 
     def on_use(self, key: bytes) -> None:
-        """Record a request of a present key."""
+        """Record a request of the key."""
 
     def on_handover(self, key: bytes) -> None:
-        """Record a handover, like ``on_store_or_touch``: keys arrive in their previous order, the next victim first,
-        and are no returns.
-        """
+        """Record a handover: keys arrive in their previous order, the next victim first, and are no returns."""
 
     def on_removal(self, key: bytes, evicted: bool = False) -> None:
-        """Record a removal; ``evicted``: as the victim. Unknown keys are ignored."""
+        """Record a removal (``evicted``: as the victim); unknown keys are ignored."""
 
     def hold(self, key: bytes) -> None:
-        """Exclude a present key from ``victim`` until freed or removed."""
+        """Exclude the key from ``victim`` until freed or removed."""
 
-    def free(self, key: bytes) -> None:
-        """End ``hold``; the key has its current rank."""
+    def free(self, key: bytes) -> None: ...
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        """Return the next key to evict, except ``but`` and held keys; None if none. No effect."""
+        """Return the next key to evict, not held nor ``but``."""
 
     def order(self) -> list[bytes]:
         """Return all keys, also held, the next victim first."""
@@ -51,12 +47,12 @@ Rank = TypeVar("Rank", int, float)
 
 
 class RankedKeys(Generic[Rank]):
-    """Heap with stale entries, rebuilt when three in four are stale: O(log keys) per call on average."""
+    """Heap, rebuilt when three in four entries are stale."""
 
     def __init__(self) -> None:
         self._ranks: dict[bytes, tuple[Rank, int]] = {}
         self._heap: list[tuple[Rank, int, bytes]] = []
-        """Rank, stamp, key; stale for held keys, or keys no longer in ``_ranks``."""
+        """Rank, stamp, key; stale for held or removed keys."""
         self._held: set[bytes] = set()
         self._stamp = 0
 
@@ -86,7 +82,7 @@ class RankedKeys(Generic[Rank]):
             heapq.heapify(self._heap)
 
     def hold(self, key: bytes) -> None:
-        """Exclude from ``first`` until freed. The key may be inserted later."""
+        """Exclude a present or later key from ``first``."""
         self._held.add(key)
 
     def free(self, key: bytes) -> None:
@@ -104,7 +100,6 @@ class RankedKeys(Generic[Rank]):
         return None if known is None else known[0]
 
     def first(self, but: bytes | None = None) -> bytes | None:
-        """Return the key of the lowest rank, not held and not ``but``; None if none."""
         # Stale entries are dropped on the way; ``but``, if it comes first, is put back at the end.
         lowest, spared = None, None
         while self._heap and lowest is None:
@@ -141,7 +136,7 @@ class _ByRank:
 
 
 class LeastRecentlyUsed(_ByRank):
-    """LRU: evicts the key stored, touched or used longest ago."""
+    """LRU."""
 
     def on_store_or_touch(self, key: bytes) -> None:
         self._ranked.put(key, 0)
@@ -155,9 +150,7 @@ class LeastRecentlyUsed(_ByRank):
 class LeastFrequentlyUsedAged(_ByRank):
     """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + rank of the last victim when last seen.
 
-    A prompt seen once is evicted before a widely shared prefix, even if it is more recent. An unused prefix is
-    overtaken in time, because each eviction raises the rank of new keys. A parent is requested with each of its
-    children, so its rank is never lower.
+    A parent is requested with each of its children, so its rank is never lower.
     """
 
     def __init__(self) -> None:
@@ -198,46 +191,41 @@ class LeastFrequentlyUsedAged(_ByRank):
 # full memory would keep no block until its reader came.
 
 DEPARTED = 16_384
-"""Evicted keys remembered; about 5 MB when full."""
+"""Evicted keys remembered; about 5 MB."""
 RECENT = 0.25
-"""Share of the keys that are safe, the latest stored or used."""
+"""Share of keys that are safe."""
 _HALF_LIVES = 2.0
-"""Half-life as a multiple of the mean return."""
+"""Half-life in mean returns."""
 _FIRST_RETURN = 1000.0
-"""Initial mean return, in events."""
+"""Initial mean, in events."""
 _FOLLOW = 1 / 1000
-"""Weight of each return in the mean."""
 _MOST = 2.0**900
-"""Limit of a use's worth, near the largest float (2^1024); then all worths are rescaled."""
+"""Limit of a worth; then all are rescaled."""
 
 
 class LeastRecentlyAndFrequentlyUsed:
-    """LRFU. Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no
-    decay.
+    """LRFU. A use counts 2^(half-lives since the start), so stored worths need no decay.
 
-    The factor grows with each event, by the current half-life, so that all keys age alike. A touched key counts as last
-    used now: a touch ranks a prefix above its successors, and with equal uses a prefix is never evicted before them. It
-    is also safe as long as they are.
+    A touched key counts as last used now: with equal uses a prefix is never evicted before its successors.
     """
 
     def __init__(self, departed: int = DEPARTED) -> None:
         self._worths: RankedKeys[float] = RankedKeys()
         self._uses: dict[bytes, tuple[float, int]] = {}
-        """Worth of all uses but the last, and event of the last."""
+        """Worth of earlier uses, and event of the last."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Safe keys, the latest last; held in ``_worths``."""
+        """Safe keys, the latest last."""
         self._held: set[bytes] = set()
         self._departed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
-        """Worth and last event of evicted keys, the oldest first."""
+        """Worth and last event, the oldest first."""
         self._most_departed = departed
         self._events = 0
         self._now = 1.0
-        """Worth of a use now."""
         self._mean_return = _FIRST_RETURN
 
     @property
     def half_life(self) -> float:
-        """Return the half-life in events (uses and new keys)."""
+        """Return the half-life in events."""
         return _HALF_LIVES * self._mean_return
 
     def on_store_or_touch(self, key: bytes) -> None:
@@ -248,8 +236,8 @@ class LeastRecentlyAndFrequentlyUsed:
             self._set_worth(key, uses[0] + self._now)
 
     def on_handover(self, key: bytes) -> None:
-        """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would return again and
-        again and outrank new keys.
+        """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would outrank new
+        keys.
         """
         if key in self._uses:
             self.on_store_or_touch(key)
@@ -285,7 +273,7 @@ class LeastRecentlyAndFrequentlyUsed:
                 self._worths.free(older)
 
     def _rescale(self) -> None:
-        """Move the reference time to now before a float overflows; very old keys may become 0."""
+        """Rescale before a float overflows."""
         scale = 1 / self._now
         self._now = 1.0
         for uses in (self._uses, self._departed):
@@ -339,14 +327,14 @@ DEFAULT_POLICY = "lrfu"
 
 
 class LeastFrequentlyUsed(LeastFrequentlyUsedAged):
-    """LFU without aging: evicts the least requested key, of equals the key stored or touched longest ago."""
+    """LFU without aging; of equals the oldest."""
 
     def on_removal(self, key: bytes, evicted: bool = False) -> None:
         super().on_removal(key)  # aging needs ``evicted``
 
 
 class LengthAware(LeastRecentlyUsed):
-    """Policy by length: evicts the key with the longest prefix, of equals the least recent."""
+    """Longest prefix first, of equals the least recent."""
 
     def __init__(self, depth_of: Callable[[bytes], int]) -> None:
         super().__init__()
@@ -359,11 +347,9 @@ class LengthAware(LeastRecentlyUsed):
 
 
 class AdaptiveReplacement:
-    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and another of keys seen again. Keys that return after
-    eviction shift the balance.
+    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and another of keys seen again.
 
-    A byte budget gives no capacity in keys: here it is the largest number of keys present so far. As many evicted keys
-    are remembered.
+    A byte budget gives no capacity in keys: here it is the largest number of keys so far.
     """
 
     def __init__(self) -> None:
@@ -372,7 +358,6 @@ class AdaptiveReplacement:
         self._once_gone: OrderedDict[bytes, None] = OrderedDict()
         self._again_gone: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0.0
-        """Target length of the list of keys seen once."""
         self._capacity = 0
 
     def on_store_or_touch(self, key: bytes) -> None:
@@ -444,7 +429,7 @@ class AdaptiveReplacement:
 
 
 def policy_named(name: str, depth_of: Callable[[bytes], int] = lambda key: 0) -> Replacement:
-    """Return a new policy by a name of ``POLICIES``; ``depth_of``: number of blocks before a key.
+    """Return a new policy; ``depth_of``: blocks before a key.
 
     Raises:
         InvalidInput: no such policy.

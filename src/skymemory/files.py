@@ -1,6 +1,6 @@
-"""User-named files: regular files of bounded size, or an error that says what is wrong with them.
+"""User-named files: regular files of bounded size, or an error that says what is wrong.
 
-``Path.read_text`` blocks on a pipe without a writer, and never ends on ``/dev/zero``.
+``Path.read_text`` may block on a pipe, and never ends on ``/dev/zero``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from skymemory.units import format_size
 _PIECE_BYTES = 2**20
 
 MAX_SETTINGS_BYTES = 2**20
-"""Limit of files of settings written by people."""
 MAX_TABLE_BYTES = 64 * 2**20
-"""Limit of files with a line per entry, such as a waypoint or an endpoint."""
 MAX_TOKENIZER_BYTES = 512 * 2**20
-"""Limit of ``tokenizer.json``; the largest served today has 33 MB."""
+"""The largest ``tokenizer.json`` served today has 33 MB."""
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in a write error, if the system does not (a full disk, a size limit)."""
+    """Name the file in a write error, if the system does not."""
     try:
         yield
     except OSError as error:
@@ -41,10 +39,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_private(path: Path, data: str | bytes, *, replace: bool = True, durable: bool = False) -> None:
-    """Write a private file atomically: a reader sees the old or the new content.
-
-    Without ``replace`` it must not exist yet. ``durable``: it is on the disk when this returns, and the old file stays
-    until then.
+    """Write a private file atomically; with ``durable`` onto the disk.
 
     Raises:
         FileExistsError: it exists, and ``replace`` is False.
@@ -73,8 +68,7 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
 
 
 def write_output(path: Path, data: bytes | memoryview) -> None:
-    """Write a user's output. A regular file, or a link's target, is replaced atomically or stays. Pipes and devices are
-    written to.
+    """Write a user's output. A regular file, or a link's target, is replaced atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -98,7 +92,7 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise ``InvalidInput`` if ``path`` cannot be opened, before long work."""
+    """Raise ``InvalidInput`` if ``path`` cannot be opened."""
     try:
         open_file(path).close()
     except OSError as error:
@@ -106,10 +100,10 @@ def check_readable(path: Path) -> None:
 
 
 def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
-    """Open a regular file for reading, or with ``pipes`` also a pipe; symbolic links are followed.
+    """Open a regular file, or with ``pipes`` also a pipe, for reading.
 
     Raises:
-        OSError: it cannot be opened, or is something else; ``strerror`` gives the reason.
+        OSError: it cannot be opened, or is something else.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block before its type can be checked.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | (0 if pipes else os.O_NONBLOCK))
@@ -123,7 +117,7 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
 
 
 def read_bounded(path: Path, most_bytes: int = MAX_SETTINGS_BYTES, *, pipes: bool = False) -> bytes:
-    """Read all of a file that ``open_file`` opens.
+    """Read a whole file.
 
     Raises:
         OSError: as ``open_file``, and for more than ``most_bytes``.
@@ -144,10 +138,10 @@ _OTHER_MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  
 
 
 def decode_text(data: bytes) -> str:
-    """Decode the text of a file, without the byte-order mark that some editors write.
+    """Decode UTF-8 without a byte-order mark.
 
     Raises:
-        InvalidInput: it is not UTF-8; with the byte, or the encoding that its mark names.
+        InvalidInput: it is not UTF-8.
     """
     for mark, name in _OTHER_MARKS.items():
         if data.startswith(mark):
@@ -161,7 +155,7 @@ def decode_text(data: bytes) -> str:
 
 
 def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Read a text file with ``read_bounded``, as for all user-named text.
+    """Read a text file.
 
     Raises:
         OSError: as ``read_bounded``.
@@ -175,10 +169,10 @@ def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
 
 
 def read_json(path: Path, expected: str, most_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Read the object in a JSON file. ``expected`` describes the expected content, for errors.
+    """Read the object in a JSON file. ``expected`` is for errors.
 
     Raises:
-        InvalidInput: it cannot be read, or is not a JSON object.
+        InvalidInput: it cannot be read, or is no JSON object.
     """
     try:
         content = decode_text(read_bounded(path, most_bytes))
@@ -193,7 +187,7 @@ def read_json(path: Path, expected: str, most_bytes: int = MAX_SETTINGS_BYTES) -
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read the tables of a TOML file.
+    """Read a TOML file.
 
     Raises:
         InvalidInput: it cannot be read, or is not TOML.

@@ -1,12 +1,8 @@
 """Fork safety of sockets, file locks, threads and the memory between them.
 
-A fork copies every descriptor and a single thread. Two processes at a socket take each other's answers; both hold a
-file lock; a lock of another thread is never freed; and a tier's threads do not exist. So such a resource belongs to the
-process that opened it: in any other its calls raise ``WrongProcess``, and a child closes its copies of the descriptors
-immediately. The parent is not affected.
-
-No read checks the process id: the interpreter calls ``_mark_child`` in each forked child, which marks the parent's
-owners and locks.
+A fork copies every descriptor and a single thread: two processes at a socket take each other's answers, both hold a
+file lock, and a lock of another thread is never freed. So a resource belongs to the process that opened it: in any
+other its calls raise ``WrongProcess``, and a child closes its copies of the descriptors at once.
 """
 
 from __future__ import annotations
@@ -23,22 +19,20 @@ from skymemory.errors import WrongProcess
 
 
 class Owner:
-    """Owner of ``what``: the process that opens it now. ``let_go`` is a method called first in a forked child, which
-    only closes descriptors: messages to a server or unlocking would affect the parent.
+    """Owner of ``what``: the process that opens it now. A forked child calls ``let_go``, which may only close
+    descriptors: messages to a server or unlocking would affect the parent.
     """
 
     __slots__ = ("__weakref__", "_let_go", "_process", "_what", "elsewhere")
 
     def __init__(self, what: str, let_go: Callable[[], object] | None = None) -> None:
         self.elsewhere = False
-        """True in any other process."""
         self._what = what
         self._process = os.getpid()
         self._let_go = None if let_go is None else weakref.WeakMethod(let_go)
         _owners.add(self)
 
     def check(self) -> None:
-        """Raise WrongProcess in any other process."""
         if self.elsewhere:
             raise WrongProcess(
                 f"{self._what} was opened by process {self._process}, and this is process {os.getpid()}, forked from "
@@ -54,9 +48,7 @@ _RLock: Any = type(RLock())
 
 
 class OwnLock(_RLock):  # type: ignore[misc]
-    """Reentrant lock of the process that opened ``what``. In any other, where it might never be freed, taking it raises
-    WrongProcess.
-    """
+    """Reentrant lock; taking it in any process but the opener's raises WrongProcess, as it might never be freed."""
 
     __slots__ = ("owner",)
 
@@ -66,7 +58,7 @@ class OwnLock(_RLock):  # type: ignore[misc]
 
 
 class _ParentsLock(OwnLock):
-    """Class of an ``OwnLock`` in a forked child, so that the owner needs no check."""
+    """Class of a parent's lock, so that the owner needs no check."""
 
     __slots__ = ()
 
@@ -77,8 +69,8 @@ class _ParentsLock(OwnLock):
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Block SIGINT in this process and in processes started in the block, from their start. A terminal sends it to all,
-    and an unprepared child would print a traceback, or lose it.
+    """Block SIGINT here and in processes started in the block: an unprepared child would print a traceback, or lose
+    it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,7 +1,6 @@
 """Installation of SkyMemory: its origin, and the commands that add missing parts.
 
-SkyMemory is on no package index: a command with its bare name would install whatever a stranger registered there. So
-each command names the checkout or the file that this installation came from, and works from any directory.
+SkyMemory is on no package index: each command names the checkout or the file of this installation.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
-_SMALL_MODEL = "skymemory-small-model"
+_SMALL_MODEL = ("skymemory-small-model", "models/small")
+_LABORATORY = ("skymemory-lab", "lab")
+"""Name and folder, in the checkout, of another distribution."""
 
 
 def find_checkout() -> Path | None:
-    """Return the source tree that this code runs from; None if installed elsewhere."""
+    """Return this code's source tree, if any."""
     folder = _PACKAGE.parents[1]
     try:
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
@@ -41,23 +42,32 @@ def install_command(*extras: str) -> str:
 
 
 def small_model_command() -> str:
+    return _distribution_command(*_SMALL_MODEL)
+
+
+def laboratory_command() -> str:
+    return _distribution_command(*_LABORATORY)
+
+
+def _distribution_command(name: str, folder: str) -> str:
     if (checkout := find_checkout()) is not None:
-        return f"{_pip()} {shlex.quote(str(checkout / 'models' / 'small'))}"
+        return f"{_pip()} {shlex.quote(str(checkout / folder))}"
     kind, source = _origin()
     if kind == "url" and not source.endswith(".whl"):
         part = "&subdirectory=" if "#" in source else "#subdirectory="
-        return f"{_pip()} {shlex.quote(f'{_SMALL_MODEL} @ {source}{part}models/small')}"
-    if kind == "path" and (Path(source) / "models" / "small").is_dir():
-        return f"{_pip()} {shlex.quote(str(Path(source) / 'models' / 'small'))}"
+        return f"{_pip()} {shlex.quote(f'{name} @ {source}{part}{folder}')}"
+    if kind == "path" and (Path(source) / folder).is_dir():
+        return f"{_pip()} {shlex.quote(str(Path(source) / folder))}"
     if kind == "path" and source.endswith(".tar.gz") and Path(source).exists():
-        return f"{_pip()} {shlex.quote(f'{_SMALL_MODEL} @ {Path(source).as_uri()}#subdirectory=models/small')}"
-    if kind == "path" and (wheels := sorted(Path(source).parent.glob("skymemory_small_model-*.whl"))):
+        return f"{_pip()} {shlex.quote(f'{name} @ {Path(source).as_uri()}#subdirectory={folder}')}"
+    wheel = name.replace("-", "_")
+    if kind == "path" and (wheels := sorted(Path(source).parent.glob(f"{wheel}-*.whl"))):
         return f"{_pip()} {shlex.quote(str(wheels[-1]))}"
-    return f"{_pip()} ./FILE, where FILE is the wheel skymemory_small_model-….whl, or models/small of a checkout"
+    return f"{_pip()} ./FILE, where FILE is the wheel {wheel}-….whl, or {folder} of a checkout"
 
 
 def make_command(target: str) -> str:
-    """Return the advice to run ``make TARGET``: the command, for any directory, or which tree is needed."""
+    """Return the advice to run ``make TARGET``."""
     checkout = find_checkout()
     if checkout is None:
         kind, source = _origin()
@@ -69,7 +79,7 @@ def make_command(target: str) -> str:
 
 
 def _pip() -> str:
-    """Return this environment's install command, also if not activated."""
+    """Return this environment's install command."""
     python = sys.executable or "python3"
     if find_spec("pip") is None:
         return f"uv pip install --python {shlex.quote(python)}"

@@ -1,8 +1,4 @@
-"""Secret keys by number: the key that signs or seals now, and the keys accepted still or already.
-
-A ring is a value, read from a file by the ``testbed`` and replaced when keys are rotated. Each purpose derives its own
-key, so that a ring shared by two purposes weakens neither.
-"""
+"""Secret keys by number. Each purpose derives its own key, so that sharing a ring weakens neither."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ MAX_KEYS = 16
 
 @dataclass(frozen=True, slots=True)
 class SecretKey:
-    """Secret key. ``key_id``: number on the wire (1 to 65,535). ``from_s``: Unix time of its first use. It is accepted
-    before that too: every host must know a key before its first use.
+    """Secret key. ``key_id``: 1 to 65,535. ``from_s``: Unix time of its first use; it is accepted before, because every
+    host must know it by then.
     """
 
     key_id: int
@@ -36,7 +32,7 @@ class SecretKey:
             raise InvalidInput(f"key {self.key_id} has {len(self.secret)} bytes: expected {SECRET_BYTES}")
 
     def derive(self, purpose: bytes) -> bytes:
-        """Derive 32 bytes for a purpose: HMAC-SHA-256 of its name."""
+        """Derive 32 bytes: HMAC-SHA-256 of the purpose."""
         return hmac.digest(self.secret, purpose, "sha256")
 
 
@@ -59,25 +55,22 @@ class KeyRing:
         return next((key for key in self.keys if key.key_id == key_id), None)
 
     def may_come(self, key_id: int) -> bool:
-        """Return True if an unknown id may be a later key's, by the order of ``with_key``: up to half way round from
-        the last. An earlier key was retired.
-        """
+        """Return True if an unknown id may be a later key's."""
         # Serial number arithmetic, as in RFC 1982: ids wrap around, and half of them count as later.
         return 0 < (key_id - self.keys[-1].key_id) % MAX_KEY_ID <= MAX_KEY_ID // 2
 
     def active(self, now_s: float) -> SecretKey:
-        """Return the latest key whose time of use has begun, or else the first."""
+        """Return the latest key in use, or else the first."""
         return next((key for key in reversed(self.keys) if key.from_s <= now_s), self.keys[0])
 
     def with_key(self, secret: bytes, from_s: float) -> KeyRing:
-        """Return the ring with a new key, accepted at once, used from ``from_s``, with the first free id."""
         last, used_ids = self.keys[-1], {key.key_id for key in self.keys}
         later, earlier = range(last.key_id + 1, MAX_KEY_ID + 1), range(1, last.key_id)
         key_id = next(key_id for key_id in (*later, *earlier) if key_id not in used_ids)
         return KeyRing((*self.keys, SecretKey(key_id, secret, max(from_s, last.from_s))))
 
     def without(self, key_ids: set[int], now_s: float) -> KeyRing:
-        """Return the ring without these keys. Raises ``InvalidInput`` for unknown keys and for the key in use."""
+        """Return the ring without these keys; raise ``InvalidInput`` for unknown keys and the key in use."""
         unknown = key_ids - {key.key_id for key in self.keys}
         if unknown:
             known = ", ".join(str(key.key_id) for key in self.keys)

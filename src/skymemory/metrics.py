@@ -1,7 +1,4 @@
-"""Metrics: counters with a name and a unit (``hit_tokens_total``, ``packets_malformed``), means and percentiles.
-
-This module does no I/O. Every reported percentile is computed here, by the same definition.
-"""
+"""Metrics: counters, means and percentiles. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 
 
 class Counters:
-    """Named monotonic counters, optionally split by a label (``tier``, ``reason``, …)."""
+    """Monotonic counters, optionally split by a label."""
 
     def __init__(self) -> None:
         self._values: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -27,16 +24,15 @@ class Counters:
         return self._values.get((name, label), 0)
 
     def forget(self, name: str, label: str) -> None:
-        """Drop the counts of a label whose object was removed, so that labels do not accumulate."""
+        """Drop a removed object's label."""
         self._values.pop((name, label), None)
 
     def total(self, name: str) -> int:
-        """Return the sum over all labels of ``name``."""
         # A copy: another thread may add a name meanwhile.
         return sum(value for (key, _), value in list(self._values.items()) if key == name)
 
     def as_dict(self) -> dict[str, int]:
-        """Return ``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
+        """Return ``{"name": n}`` or ``{"name{label}": n}``, sorted."""
         return {f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())}
 
 
@@ -54,13 +50,13 @@ class SharedCounters(Counters):
 
 
 def percentile(values: Collection[float], percent: float) -> float:
-    """Return the percentile, interpolated as by numpy's default (R's type 7); nan if empty."""
+    """Return the percentile, interpolated as R's type 7."""
     return float(np.percentile(list(values), percent)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Distribution of ``count`` values; all nan if there are none."""
+    """Distribution of values; nan if there are none."""
 
     count: int
     mean: float
@@ -74,7 +70,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Return the distribution of the values, without nan."""
+    """Return the distribution, without nan."""
     numbers = [value for value in values if not math.isnan(value)]
     if not numbers:
         return Spread(0, *[math.nan] * 5)

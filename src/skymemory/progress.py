@@ -1,6 +1,6 @@
 """Progress of long waits: a bar on a terminal, elsewhere a line every few seconds.
 
-Imports no torch, and rich only when a bar is drawn: the first line of a command must not wait for them.
+Imports rich only for a bar, and no torch: a command's first line must not wait.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, TextIO
 from skymemory.text import write
 
 LINE_EVERY_S = 3.5
-"""Silence until a wait prints a line; below five, because a thread may wait a second while torch loads."""
+"""Silence until a line; below five, because a thread may wait a second while torch loads."""
 BAR_AFTER_S = 2.0
-"""Least duration of a wait that draws a bar."""
 _LOOK_S = 0.25
 EVENT_INDENT = len("[  0.0 s] ")
 
 
 class Wait:
-    """Wait in progress; all methods may be called from any thread."""
+    """Wait in progress. Thread-safe."""
 
     def __init__(self, what: str, expected_s: float | None) -> None:
         self.what = what
@@ -32,7 +31,7 @@ class Wait:
         self._words = ""
 
     def on_progress(self, share: float, words: str = "") -> None:
-        """Record the ``share`` (0 to 1) of the work done, and ``words`` for it."""
+        """Record the ``share`` of the work, 0 to 1."""
         self._share, self._words = min(1.0, max(0.0, share)), words
 
     def on_words(self, words: str) -> None:
@@ -44,14 +43,13 @@ class Wait:
 
     @property
     def share(self) -> float | None:
-        """Return the share done: as reported, else by the expected time (never full before the end)."""
+        """Return the share: as reported, else by the expected time."""
         if self._share is not None:
             return self._share
         return min(0.99, self.seconds / self._expected_s) if self._expected_s else None
 
     @property
     def expects(self) -> str:
-        """Return words for the work done and the expected time."""
         known = f"{self._share:.0%}" if self._share is not None else ""
         expected = f"of about {self._expected_s:.0f} s" if self._expected_s else ""
         return ", ".join(words for words in (self._words or known, expected) if words)
@@ -62,19 +60,15 @@ class Wait:
 
 
 class Progress:
-    """Printer of events and waits on ``stream``. Each line begins with the seconds since ``began_s``.
-
-    On a terminal a wait over ``BAR_AFTER_S`` is a bar, erased at its end; elsewhere a line is printed after each
-    ``line_every_s`` without output.
-    """
+    """Printer of events and waits, with the seconds since ``began_s``."""
 
     def __init__(self, stream: TextIO, began_s: float | None = None, *, line_every_s: float = LINE_EVERY_S) -> None:
-        """``began_s``: by ``time.monotonic``; default now."""
+        """Create the printer. ``began_s``: by ``time.monotonic``."""
         self.stream = stream
         self.began_s = time.monotonic() if began_s is None else began_s
         self._line_every_s = line_every_s
         self._lock = threading.RLock()
-        self._bar: _Bar | None = None
+        self._bar: _ProgressBar | None = None
         self._printed_s = self.began_s
 
     @property
@@ -85,7 +79,6 @@ class Progress:
         self.write(f"[{self.seconds:5.1f} s] {words}", EVENT_INDENT)
 
     def write(self, line: str, hanging: int = 0) -> None:
-        """Print ``line`` unchanged, above any bar."""
         with self._lock:
             if self._bar is not None:
                 self._bar.erase()
@@ -94,7 +87,7 @@ class Progress:
 
     @contextmanager
     def wait(self, what: str, expected_s: float | None = None) -> Iterator[Wait]:
-        """Show ``what`` as in progress until the end of the block. Waits cannot be nested."""
+        """Show ``what`` until the end of the block. Waits cannot be nested."""
         wait, done = Wait(what, expected_s), threading.Event()
         thread = threading.Thread(target=self._show, args=(wait, done), name="progress", daemon=True)
         thread.start()
@@ -110,7 +103,7 @@ class Progress:
             while not ended.wait(_LOOK_S):
                 with self._lock:
                     if live and wait.seconds > BAR_AFTER_S:
-                        self._bar = self._bar or _Bar(self.stream)
+                        self._bar = self._bar or _ProgressBar(self.stream)
                         self._bar.show(wait)
                     elif not live and time.monotonic() - self._printed_s >= self._line_every_s:
                         self.say(wait.line())
@@ -121,7 +114,7 @@ class Progress:
                 self._bar = None
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
 
@@ -152,8 +145,7 @@ class _Bar:
 
 
 Report = Callable[[float, str], None]
-"""Callback for the share of work done, and words for it."""
+"""Callback for share and words."""
 
 
-def ignore(share: float, words: str) -> None:
-    """Drop the report."""
+def ignore(share: float, words: str) -> None: ...

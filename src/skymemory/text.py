@@ -1,4 +1,4 @@
-"""Text that fits its output: lines wrapped at words, tables cut into blocks, never wider than the terminal."""
+"""Text that fits its output: lines wrapped at words, tables cut into blocks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from typing import TextIO
 
 PIPED_WIDTH = 100
 LEAST_WIDTH = 20
-"""Least columns to wrap to."""
 _GAP = "  "
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return True if the stream is a terminal that can move its cursor (not ``TERM=dumb``)."""
+    """Return True for a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Return True if text may have colours: a terminal, no ``NO_COLOR``."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def size_of(stream: TextIO) -> tuple[int, int]:
-    """Return columns and rows of the stream's terminal (``COLUMNS`` and ``LINES`` take precedence); ``PIPED_WIDTH`` by
-    24 without a terminal.
-    """
+    """Return the terminal's columns and rows; ``COLUMNS`` and ``LINES`` take precedence."""
     if not stream.isatty():
         return PIPED_WIDTH, 24
     try:
@@ -43,14 +39,11 @@ def size_of(stream: TextIO) -> tuple[int, int]:
 
 
 def width_of(stream: TextIO | None = None) -> int:
-    """Return the columns of the stream (default: standard output)."""
     return max(LEAST_WIDTH, size_of(sys.stdout if stream is None else stream)[0])
 
 
 def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
-    """Wrap ``words`` at spaces to ``width``. Continuation lines begin with ``hanging``, or as many spaces. Line breaks
-    and leading spaces stay.
-    """
+    """Wrap at spaces; continuation lines begin with ``hanging``, or as many spaces."""
     after = " " * hanging if isinstance(hanging, int) else hanging
     lines: list[str] = []
     for line in words.split("\n"):
@@ -71,7 +64,7 @@ def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
 
 
 def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
-    """Return lines filled with unbroken items."""
+    """Fill lines with unbroken items."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + len(gap) + len(item) <= width:
@@ -82,9 +75,7 @@ def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
 
 
 def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
-    """Return indented commands, each with its note on the same line, or below it if not all fit ``width``. Commands are
-    not wrapped: an overlong line can still be copied, two lines cannot.
-    """
+    """Return indented commands with their notes; a command is not wrapped, so that it can be copied."""
     note_at = max((len(command) for command, remark in notes.items() if remark), default=0)
     lines = [f"  {command:<{note_at}}   {remark}".rstrip() for command, remark in notes.items()]
     if max(map(len, lines), default=0) <= width:
@@ -97,7 +88,7 @@ def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
 
 
 def as_displayed(text: str, stream: TextIO) -> str:
-    """Return ``text`` as the stream shows it: its error handler replaces missing characters, perhaps by wider text."""
+    """Return ``text`` as shown: the stream's error handler may replace characters."""
     encoding, errors = getattr(stream, "encoding", None), getattr(stream, "errors", None)
     if not encoding or text.isascii():
         return text
@@ -114,7 +105,7 @@ def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> 
 
 
 def write_line(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
-    """Print ``words``, wrapped on a terminal, else as a single line for programs."""
+    """Print ``words``, wrapped only on a terminal."""
     out = sys.stdout if stream is None else stream
     out.write("\n".join(wrapped(as_displayed(words, out), width_of(out), hanging) if out.isatty() else [words]) + "\n")
     out.flush()
@@ -125,16 +116,15 @@ def write_line(words: str, stream: TextIO | None = None, hanging: str | int = ""
 # wrapped within its cells.
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Head and rows of cells. Columns of ``left`` are words, the others numbers."""
+    """Head and rows; columns of ``left`` are words."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Collection[int] = (0,)
     keys: int = 1
-    """Leading columns that name a row, repeated by each block."""
+    """Leading columns that each block repeats."""
 
     def lines(self, width: int, indent: str = "") -> list[str]:
-        """Return the table in blocks that fit ``width``, separated by empty lines."""
         room = width - len(indent)
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         # Key columns of words shrink to half of the width, but not below their longest words.
@@ -153,7 +143,6 @@ class Table:
         return lines
 
     def print(self, stream: TextIO | None = None, indent: str = "") -> None:
-        """Print the table at the stream's width (default: standard output)."""
         out = sys.stdout if stream is None else stream
         rows = [[as_displayed(cell, out) for cell in row] for row in (self.head, *self.rows)]
         table = Table(rows[0], rows[1:], self.left, self.keys)
@@ -174,7 +163,6 @@ class Table:
         return blocks
 
     def _limits(self, widths: Sequence[int], block: Sequence[int], room: int) -> dict[int, int]:
-        """Return column widths of a block; the widest columns of words shrink until all fit."""
         limits = {at: widths[at] for at in (*range(self.keys), *block)}
         while (over := sum(limits.values()) + len(_GAP) * (len(limits) - 1) - room) > 0:
             shrinkable = [at for at in limits if at in self.left and limits[at] > self._longest_word(at)]

@@ -1,4 +1,4 @@
-"""Physical constants; sizes and durations as people write them (``64MiB``, ``30s``)."""
+"""Physical constants; sizes and durations as people write them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
 
 
 LARGEST_WHOLE = 2**64 - 1
-"""Limit of whole numbers in options and files: 64 bits. Larger numbers overflow in arithmetic with fractions."""
 _LONGEST_WHOLE = 32
-"""Characters that suffice for any number in range; Python itself refuses to read 4,300 digits."""
+"""Characters that suffice; Python itself refuses 4,300 digits."""
 
 
 def parse_whole(text: str) -> int:
-    """Parse a whole number, such as ``-3`` or ``1_000``, of at most 64 bits."""
+    """Parse a whole number of at most 64 bits, such as ``1_000``."""
     word = text.strip()
     try:
         number = int(word[:_LONGEST_WHOLE])
@@ -63,7 +62,6 @@ def parse_whole(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """Parse a finite number, such as ``1.5`` or ``2e9``."""
     try:
         number = float(text)
     except ValueError:
@@ -134,7 +132,7 @@ _SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
 
 
 def parse_delay(text: str) -> float:
-    """Parse a factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
+    """Parse a factor on the delays: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
     word = text.strip().lower()
     if word in ("real", "off"):
         return 1.0 if word == "real" else 0.0

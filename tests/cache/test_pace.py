@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import FetchQueue
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     assert pace.line() is None
     assert pace.step_s(100) is None
     assert pace.bytes_per_s is None
 
 
 def test_steps_grow_along_the_prompt() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(100, 2.0)
     assert pace.line() == (2.0, 0.0)
     pace.step_took(300, 3.0)
@@ -25,7 +25,7 @@ def test_steps_grow_along_the_prompt() -> None:
 
 
 def test_a_falling_line_is_taken_for_noise() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(100, 3.0)
     pace.step_took(300, 2.0)
     at_zero_s, slope = pace.line() or (0.0, -1.0)
@@ -36,7 +36,7 @@ def test_a_falling_line_is_taken_for_noise() -> None:
 @pytest.mark.parametrize(("part_s", "part"), [(1.0, 1.0), (0.25, 0.25), (0.5, 0.5)])
 def test_learns_what_a_step_costs_that_is_not_full(part_s: float, part: float) -> None:
     """As much as a full one where others fill the batch, its share where none do, or something between."""
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(100, 1.0)
     assert pace.part(0.25) == 0.625  # half-way before anything is known
     pace.step_took(100, part_s, filled=0.25)
@@ -46,7 +46,7 @@ def test_learns_what_a_step_costs_that_is_not_full(part_s: float, part: float) -
 
 @pytest.mark.parametrize(("others_fill", "part"), [(True, 1.0), (False, 0.25)])
 def test_what_is_supposed_holds_until_it_is_measured(others_fill: bool, part: float) -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.assume_batch(others_fill)
     assert pace.part(0.25) == part
     pace.step_took(100, 1.0)
@@ -58,7 +58,7 @@ def test_what_is_supposed_holds_until_it_is_measured(others_fill: bool, part: fl
 
 
 def test_the_rate_follows_a_link_that_changes() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     for _ in range(100):
         pace.load_took(1000, 1.0)
     assert pace.bytes_per_s == pytest.approx(1000)
@@ -68,7 +68,7 @@ def test_the_rate_follows_a_link_that_changes() -> None:
 
 
 def test_steps_follow_a_machine_that_changes() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     for at in range(100):
         pace.step_took(at % 10, 1.0)
     for at in range(200):
@@ -77,7 +77,7 @@ def test_steps_follow_a_machine_that_changes() -> None:
 
 
 def test_a_load_from_an_idle_link_measures_the_latency() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.load_took(1000, 1.5, from_idle=True)
     assert pace.latency_s == 0.0  # who knows
     assert pace.bytes_per_s == pytest.approx(1000 / 1.5)
@@ -87,7 +87,7 @@ def test_a_load_from_an_idle_link_measures_the_latency() -> None:
 
 
 def test_what_is_late_is_expected_to_be_late_as_long_again() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.load_took(100, 1.0)
     queue = FetchQueue(pace, 1000)
     for index in (1, 2):
@@ -98,7 +98,7 @@ def test_what_is_late_is_expected_to_be_late_as_long_again() -> None:
 
 
 def test_only_the_load_that_the_link_was_at_costs_its_time_when_it_fails() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.load_took(100, 1.0)
     queue = FetchQueue(pace, 1000)
     for index in (1, 2):
@@ -108,7 +108,7 @@ def test_only_the_load_that_the_link_was_at_costs_its_time_when_it_fails() -> No
 
 
 def test_a_failed_load_took_its_time() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.load_took(1000, 1.0)
     pace.load_took(0, 1.0)
     assert pace.bytes_per_s == pytest.approx(500, rel=0.1)
@@ -116,7 +116,7 @@ def test_a_failed_load_took_its_time() -> None:
 
 def test_a_side_that_is_not_tried_is_believed_a_little_faster_with_each_prompt() -> None:
     """One bad measurement does not last: a link believed to be slow is not used, and would never be measured again."""
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.fade(16)
     pace.step_took(100, 5.0)
     pace.load_took(1000, 2.0)

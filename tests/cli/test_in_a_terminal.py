@@ -52,7 +52,6 @@ NARROW = [
     "route --backend http://127.0.0.1:1 --check",
     "route --check --settings nowhere.toml",
     "constellation status",
-    "constellation layout",
     "constellation down",
     "constellation plan --out plan.json --host a=127.0.0.1:9000 --host b=127.0.0.1:9100",
     "cluster status",

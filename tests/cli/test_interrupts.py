@@ -62,7 +62,7 @@ def test_a_library_that_swallows_an_interrupt_in_its_import_is_left(library: str
                 import json.tool  # a lazy import of what a verb does at its end
                 print("ended what was started", flush=True)
 
-        command.verb_names = lambda: ["try"]
+        command._module_of = lambda verb: verb
         command._load = lambda verb: SimpleNamespace(add_parser=lambda verbs: verbs.add_parser("try"), run=run)
         sys.exit(command.main(["try"]))
     """
@@ -91,7 +91,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 if __name__ == "__main__":
-    from skymemory.sim.sweeps import sweep
+    from skymemory_lab.sim.sweeps import sweep
 else:
     print("a worker starts", flush=True)
     time.sleep({importing_s})
@@ -123,7 +123,7 @@ def test_workers_say_nothing_of_an_interrupt(importing_s: float, ready: str, gro
 def test_engines_that_load_say_nothing_of_an_interrupt(tmp_path: Path) -> None:
     program = """
         import time
-        from skymemory.serving.engine import run
+        from skymemory_lab.engine import run
 
         def load(*_):
             print("loading", flush=True)

@@ -31,7 +31,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]
         def run(args: argparse.Namespace) -> int:
             return act()
 
-        monkeypatch.setattr(command, "verb_names", lambda: ["try"])
+        monkeypatch.setattr(command, "_module_of", lambda name: name)
         monkeypatch.setattr(command, "_load", lambda name: SimpleNamespace(add_parser=add_parser, run=run))
 
     return install

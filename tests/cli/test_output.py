@@ -23,7 +23,6 @@ READS = {
     "cluster logs": "cluster logs router --run-dir {folder}",
     "cluster manifests": "cluster manifests nowhere→.toml",
     "constellation status": "constellation status --run-dir {folder}/×",
-    "constellation layout": "constellation layout --run-dir {folder}",
     "epp": "epp --settings nowhere→.toml",
     "fit": "fit --url http://127.0.0.1:1 --shape nowhere→",
     "keys show": "keys show nowhere→",

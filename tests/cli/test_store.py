@@ -1,4 +1,4 @@
-"""``skymemory store serve``: what it refuses; the daemon itself is tested in tests/serving/resp."""
+"""``skymemory store serve``: what it refuses; the daemon itself is tested in tests/store/redis_server."""
 
 from __future__ import annotations
 

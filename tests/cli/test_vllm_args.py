@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from skymemory.cli.main import main
-from skymemory.engine.vllm.settings import Settings
+from skymemory.engine.vllm.settings import ConnectorSettings
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -28,8 +28,8 @@ def test_a_shell_reads_what_the_connector_reads(capsys: pytest.CaptureFixture[st
     assert words[3:-2] == ["--shutdown-timeout", "10"], "what waits to be saved when vLLM is stopped is saved first"
     transfer = json.loads(words[-1])
     assert json.loads(printed(capsys, "a model", *options, "--json")) == transfer
-    settings = Settings.read(transfer.pop("kv_connector_extra_config"))
-    assert settings == Settings("unix:///run/it's.sock", 256, 1 << 30, 0.5, 20.0)
+    settings = ConnectorSettings.read(transfer.pop("kv_connector_extra_config"))
+    assert settings == ConnectorSettings("unix:///run/it's.sock", 256, 1 << 30, 0.5, 20.0)
     assert transfer == {
         "kv_connector": "SkyMemoryConnector",
         "kv_connector_module_path": "skymemory.engine.vllm",

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from skymemory.conductor.picker import ADAPTER_QUEUE, Fleet, LoadReport, NoServer, Picker, Server
+from skymemory.conductor.picker import ADAPTER_QUEUE, Fleet, NoServer, Picker, ReportedLoad, Server
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
@@ -52,7 +52,7 @@ def test_ties_are_broken_by_the_seed_and_evenly() -> None:
 def test_least_load_counts_what_we_sent_and_what_they_report() -> None:
     fleet = a_fleet(3)
     picker = Picker(fleet, LeastLoad())
-    fleet.servers["s0"].reported = LoadReport(at_s=10.0, waiting=3, running=2)
+    fleet.servers["s0"].reported = ReportedLoad(at_s=10.0, waiting=3, running=2)
     first = picker.pick(a_request(), 10.0)
     picker.routed(first, 10.0)
     second = picker.pick(a_request(), 10.0)
@@ -102,7 +102,7 @@ def test_adapters_come_before_the_score() -> None:
     fleet = a_fleet(4)
     picker = Picker(fleet, LeastLoad())
     for number, (adapters, most) in enumerate([({"a"}, 2), ({"a", "b"}, 2), (set(), 1), ({"c"}, 1)]):
-        report = LoadReport(at_s=0.0, waiting=9 - number, adapters=frozenset(adapters), max_adapters=most)
+        report = ReportedLoad(at_s=0.0, waiting=9 - number, adapters=frozenset(adapters), max_adapters=most)
         fleet.servers[f"s{number}"].reported = report
     loaded = picker.pick(a_request("a"), 0.0)
     assert loaded.server == "s1" and loaded.fallbacks == ("s0", "s2", "s3")
@@ -117,7 +117,7 @@ def test_an_adapter_is_loaded_elsewhere_once_too_many_wait_for_it() -> None:
     picker = Picker(fleet, LeastLoad())
     for server in fleet:
         loaded = frozenset({"a"}) if server.name == "s0" else frozenset()
-        server.reported = LoadReport(at_s=0.0, adapters=loaded, max_adapters=2)
+        server.reported = ReportedLoad(at_s=0.0, adapters=loaded, max_adapters=2)
     sent = Counter()
     for _ in range(200):
         decision = picker.pick(a_request("a"), 1.0)

@@ -8,7 +8,7 @@ import pytest
 from skymemory import native
 from skymemory.conductor.prefix_index import events
 from skymemory.conductor.prefix_index.approximate import Blocks
-from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
+from skymemory.conductor.prefix_index.events import AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
@@ -42,7 +42,7 @@ def index() -> PreciseIndex:
 
 def feed(index: PreciseIndex, first: int, *events: Event, slot: int = 0) -> list[bool]:
     """Each event as a batch of its own."""
-    return [index.apply(slot, Batch(first + at, [event])) for at, event in enumerate(events)]
+    return [index.apply(slot, EventBatch(first + at, [event])) for at, event in enumerate(events)]
 
 
 def test_what_the_engine_says_is_what_is_held(index: PreciseIndex) -> None:
@@ -80,31 +80,31 @@ def test_an_engine_that_reports_the_last_copy_only_is_corrected_by_what_it_had_c
 
 def test_a_gap_is_never_passed_over(index: PreciseIndex) -> None:
     feed(index, 0, stored(0, 2))
-    assert not index.apply(0, Batch(2, [removed(1)]))
+    assert not index.apply(0, EventBatch(2, [removed(1)]))
     assert index.stale(0) and index.missing(0) == 1
     assert index.match(chain(), [0]) == [0] and index.weighted(chain(), [0]) == [0.0]
-    assert not index.apply(0, Batch(3, []))
+    assert not index.apply(0, EventBatch(3, []))
     # Replayed from where it was lost, the waiting ones behind it, those that came twice left out.
-    assert not index.apply(0, Batch(0, [stored(0, 4)]), replayed=True)
-    assert index.apply(0, Batch(1, [stored(2, 3)]), replayed=True)
-    assert index.apply(0, Batch(2, [stored(0, 4)]), replayed=True)
+    assert not index.apply(0, EventBatch(0, [stored(0, 4)]), replayed=True)
+    assert index.apply(0, EventBatch(1, [stored(2, 3)]), replayed=True)
+    assert index.apply(0, EventBatch(2, [stored(0, 4)]), replayed=True)
     assert not index.stale(0) and index.missing(0) == 4
     assert index.match(chain(), [0]) == [1] and index.counters.get("event_gaps") == 1
 
 
 def test_clearing_heals_a_gap(index: PreciseIndex) -> None:
     feed(index, 0, stored(0, 4))
-    assert not index.apply(0, Batch(5, [stored(2, 3)]))
-    assert not index.apply(0, Batch(9, [stored(3, 4)])), "waits behind another gap"
-    assert not index.apply(0, Batch(7, [AllCleared(), stored(0, 2)]), replayed=True)
+    assert not index.apply(0, EventBatch(5, [stored(2, 3)]))
+    assert not index.apply(0, EventBatch(9, [stored(3, 4)])), "waits behind another gap"
+    assert not index.apply(0, EventBatch(7, [AllCleared(), stored(0, 2)]), replayed=True)
     assert index.missing(0) == 8
-    assert index.apply(0, Batch(8, [stored(2, 3)]), replayed=True)
+    assert index.apply(0, EventBatch(8, [stored(2, 3)]), replayed=True)
     assert index.match(chain(), [0]) == [4]
 
 
 def test_starting_over_finds_less_and_believes_nothing_old(index: PreciseIndex) -> None:
     feed(index, 0, stored(0, 2))
-    index.apply(0, Batch(7, [stored(2, 4)]))
+    index.apply(0, EventBatch(7, [stored(2, 4)]))
     index.resume_empty(0, 7)
     assert not index.stale(0) and index.match(chain(), [0]) == [0]
     assert index.orphans(0) == 2, "what came after waits for its parent, which may be held"
@@ -113,7 +113,7 @@ def test_starting_over_finds_less_and_believes_nothing_old(index: PreciseIndex) 
 
 
 def test_who_listens_late_knows_that_it_missed_something(index: PreciseIndex) -> None:
-    assert not index.apply(0, Batch(40, [stored(0, 4)]))
+    assert not index.apply(0, EventBatch(40, [stored(0, 4)]))
     assert index.missing(0) == 0 and index.match(chain(), [0]) == [0]
     index.resume_empty(0, 40)
     assert index.match(chain(), [0]) == [4] and index.missing(0) == 41
@@ -124,17 +124,17 @@ def test_an_engine_that_restarts_holds_nothing(index: PreciseIndex) -> None:
     assert feed(index, 0, stored(0, 1)) == [True]
     assert index.match(chain(), [0]) == [1] and index.counters.get("engine_restarts") == 1
     feed(index, 1, stored(1, 4), stored(1, 2))
-    assert not index.apply(0, Batch(1, [])), "restarted, and its first batch was lost"
+    assert not index.apply(0, EventBatch(1, [])), "restarted, and its first batch was lost"
     assert index.missing(0) == 0 and index.match(chain(), [0]) == [0]
 
 
 def test_more_waits_behind_a_gap_than_is_kept(index: PreciseIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skymemory.conductor.prefix_index.precise.MAX_WAITING", 2)
     for number in (1, 2, 3):
-        index.apply(0, Batch(number, [stored(number, number + 1)]))
-    index.apply(0, Batch(0, [stored(0, 1)]), replayed=True)
+        index.apply(0, EventBatch(number, [stored(number, number + 1)]))
+    index.apply(0, EventBatch(0, [stored(0, 1)]), replayed=True)
     assert index.stale(0) and index.missing(0) == 3, "the fourth did not fit, and is asked for again"
-    assert index.apply(0, Batch(3, [stored(3, 4)]), replayed=True) and index.match(chain(), [0]) == [4]
+    assert index.apply(0, EventBatch(3, [stored(3, 4)]), replayed=True) and index.match(chain(), [0]) == [4]
 
 
 def test_a_block_without_its_parent_is_no_beginning(index: PreciseIndex) -> None:
@@ -196,10 +196,10 @@ def test_images_are_not_what_reads_the_same(index: PreciseIndex) -> None:
 
 def test_hashes_may_be_bytes_as_well_as_numbers(index: PreciseIndex) -> None:
     digests = [bytes([at]) * 32 for at in range(4)]
-    assert index.apply(0, Batch(0, [BlocksStored(digests[:2], None, TOKENS[:8], 4)]))
-    assert index.apply(0, Batch(1, [BlocksStored(digests[2:], digests[1], TOKENS[8:], 4)]))
+    assert index.apply(0, EventBatch(0, [BlocksStored(digests[:2], None, TOKENS[:8], 4)]))
+    assert index.apply(0, EventBatch(1, [BlocksStored(digests[2:], digests[1], TOKENS[8:], 4)]))
     assert index.match(chain(), [0]) == [4]
-    assert index.apply(0, Batch(2, [BlocksRemoved([digests[3]])])) and index.match(chain(), [0]) == [3]
+    assert index.apply(0, EventBatch(2, [BlocksRemoved([digests[3]])])) and index.match(chain(), [0]) == [3]
     negative = [-5, 7]
     feed(index, 0, BlocksStored(negative, None, TOKENS[:8], 4), BlocksRemoved([2**64 - 5]), slot=1)
     assert index.match(chain(), [1]) == [0] and index.blocks_of(1) == 1
@@ -208,16 +208,16 @@ def test_hashes_may_be_bytes_as_well_as_numbers(index: PreciseIndex) -> None:
 def test_blocks_of_another_size_are_an_error_that_says_so(index: PreciseIndex) -> None:
     feed(index, 0, stored(0, 2))
     with pytest.raises(InvalidInput, match=r"blocks have 8 tokens, the router's 4: set the router's .*--block-size"):
-        index.apply(0, Batch(1, [BlocksStored([1], None, TOKENS[:8], 8)]))
+        index.apply(0, EventBatch(1, [BlocksStored([1], None, TOKENS[:8], 8)]))
     assert "8 tokens" in index.trouble(0) and index.match(chain(), [0]) == [0] and index.trouble(1) == ""
     with pytest.raises(InvalidInput, match="mixed kinds of attention"):
-        index.apply(1, Batch(0, [BlocksStored([1], None, TOKENS[:8], 4)]))
+        index.apply(1, EventBatch(0, [BlocksStored([1], None, TOKENS[:8], 4)]))
     with pytest.raises(InvalidInput, match="extra keys of 1"):
         index.take(1, stored(0, 2, extra_keys=[None]))
     with pytest.raises(InvalidInput, match="32-bit"):
         index.take(1, BlocksStored([1], None, [1, 2, 3, 2**32], 4))
     with pytest.raises(InvalidInput, match="without a subscription"):
-        index.apply(7, Batch(0, []))
+        index.apply(7, EventBatch(0, []))
     with pytest.raises(InvalidInput, match="block_tokens is 0"):
         PreciseIndex(0)
     index.follow(0, "m")

@@ -20,9 +20,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
 FENCE = re.compile(r"^( *)(```+|~~~+)(\w*).*?\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\)|<(?:img|a)\s[^>]*?(?:src|href)=\"([^\"]+)\"")
-DOTTED = re.compile(r"\bskymemory(?:\.\w+)+")
-FOLDERS = sorted(path.name for path in (ROOT / "src/skymemory").iterdir() if path.is_dir() and path.name[0] != "_")
-SHORT = re.compile(rf"(?<![\w.])(?!cache\.result)(?:{'|'.join(FOLDERS)})(?:\.\w+){{2,}}")
+DOTTED = re.compile(r"\bskymemory(?:_lab)?(?:\.\w+)+")
+PACKAGES = {"skymemory_lab": ROOT / "lab/src", "skymemory": ROOT / "src"}
+HOMES = {
+    path.name: package
+    for package, source in PACKAGES.items()
+    for path in sorted((source / package).iterdir())
+    if path.is_dir() and path.name[0] != "_" and path.name != "cli"
+}
+SHORT = re.compile(rf"(?<![\w.])(?!cache\.result)(?:{'|'.join(HOMES)})(?:\.\w+){{2,}}")
 """Names without the package's: ``sim.cluster.cells``. With one dot they may be a variable's (``store.pin``)."""
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SHELL_LANGUAGES = {"", "sh", "bash", "shell", "console"}
@@ -137,7 +143,7 @@ def test_commands_are_real(page: Path) -> None:
 def _is_there(dotted: str) -> bool:
     """Whether a module of ours, or a name in one, is there; nothing is imported, for some modules bring torch."""
     *path, last = dotted.split(".")
-    folder = ROOT / "src" / Path(*path)
+    folder = PACKAGES[path[0]] / Path(*path)
     module = folder.with_suffix(".py") if folder.with_suffix(".py").is_file() else folder / "__init__.py"
     if (folder / f"{last}.py").is_file() or (folder / last).is_dir():
         return True
@@ -149,7 +155,7 @@ def test_modules_are_where_the_page_says(page: Path) -> None:
     text = page.read_text("utf-8")
     codes = INLINE_CODE.findall(FENCE.sub("", text))
     inline = [name for code in codes for name in DOTTED.findall(code)]
-    inline += [f"skymemory.{name}" for code in codes for name in SHORT.findall(code)]
+    inline += [f"{HOMES[name.partition('.')[0]]}.{name}" for code in codes for name in SHORT.findall(code)]
     imported = [
         f"{module}.{name.split()[0]}"
         for _, _, language, body in FENCE.findall(text)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.reproduce.mooncake.experiments import EXPERIMENTS
-from skymemory.reproduce.mooncake.run import _cell
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
+from skymemory_lab.reproduce.mooncake.experiments import EXPERIMENTS
+from skymemory_lab.reproduce.mooncake.run import _cell
 
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "docs/reproduce/mooncake.md").read_text("utf-8")

@@ -16,7 +16,7 @@ from skymemory.constellation.visibility import GroundHost, overhead_cell
 from skymemory.protocol import messages, wire
 from skymemory.protocol import messages as selection
 from skymemory.protocol.clock import STRATEGY_CODES
-from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
+from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, ChunkPresence
 from skymemory.protocol.satellite import checks, gossip, memory, routing
 from skymemory.protocol.wire import (
     COMMAND_BYTES,
@@ -122,7 +122,7 @@ def test_the_names_of_the_sky_header_are_at_their_places():
 def test_the_names_of_the_chunk_reference_and_the_presence_are_at_their_places():
     tag = PlacementTag(strategy=0x21, servers=0x2223, server=0x0405, slot_moves=-7, plane_moves=-8)
     ref = ChunkRef(bytes(range(32)), 0x31, 0x32333435, 0x363738, 0x393A3B3C, 0x3D3E3F40, 0x41424344, tag).pack()
-    presence = Presence(0x31, 0x32333435, 0x363738, 0x3D3E3F40, 0x41424344, 0x4546, tag).pack()
+    presence = ChunkPresence(0x31, 0x32333435, 0x363738, 0x3D3E3F40, 0x41424344, 0x4546, tag).pack()
     for packed, section in ((ref, "Chunk reference"), (presence, "Presences")):
         rows = table(section, "offset")
         expected = {

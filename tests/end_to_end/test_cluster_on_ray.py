@@ -27,10 +27,12 @@ from tests.end_to_end.test_cluster import PATIENCE_S, Run, run, until
 from tests.end_to_end.test_handover import ask, ids_of, prompts, text
 from tests.end_to_end.test_serve import serving
 
-from skymemory.sim.cluster.cells import ClusterCell, run_cell
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.sweeps import sweep
-from skymemory.sim.workload import OpenSource
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
+from skymemory_lab.sim.cluster.cells import ClusterCell, run_cell
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.sweeps import sweep
+from skymemory_lab.sim.workload import OpenSource
 
 __all__ = ["run"]  # a fixture
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -25,7 +25,10 @@ pytest.importorskip("aiohttp", reason="serving needs skymemory[router]")
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
-from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
+from skymemory_lab.engine.run import EngineSettings, run_engine, run_engines
 
 pytestmark = pytest.mark.engine
 SERVE = [sys.executable, "-m", "skymemory", "serve"]
@@ -69,7 +72,7 @@ def test_it_answers_and_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("skymemory.cli.serve._say", said.append)
+    monkeypatch.setattr("skymemory_lab.cli.serve._say", said.append)
     client = threading.Thread(target=ask_and_interrupt)
     client.start()
     assert main(["serve", "--name", "mine", "--listen", "127.0.0.1:0", "--cache", "4MiB"]) == 0

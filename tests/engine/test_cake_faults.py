@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore  # noqa: E402
 from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
 from tests.store.conftest import udp_store  # noqa: E402
-from tests.store.redis_server import RedisServer  # noqa: E402
+from tests.store.real_redis import RedisServer  # noqa: E402
 
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
 from skymemory.cache.tiers.store import TieredStore  # noqa: E402

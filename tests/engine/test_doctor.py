@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.contract.hostile_store import HostileStore  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
-from tests.store.redis_server import RedisServer  # noqa: E402
+from tests.store.real_redis import RedisServer  # noqa: E402
 
 from skymemory import open_store  # noqa: E402
 from skymemory.cli.main import main  # noqa: E402

@@ -27,7 +27,7 @@ from skymemory.engine.kv_cache import (  # noqa: E402
 )
 from skymemory.errors import CacheMisuse  # noqa: E402
 from skymemory.kv.value import PAYLOAD_AT  # noqa: E402
-from skymemory.serving.engine.caches import PrefixCaches  # noqa: E402
+from skymemory_lab.engine.caches import PrefixCaches  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

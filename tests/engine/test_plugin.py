@@ -10,10 +10,11 @@ from dataclasses import fields, replace
 
 import pytest
 
-from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
+from skymemory.cache.patience import ending_within, recompute_cost
+from skymemory.engine.plugin import PluginSettings, PluginStore, _framed, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
-from skymemory.store.base import LoadTicket, Presence
+from skymemory.store.base import LoadTicket, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 
 CONTEXT = CacheContext("m", "w", "t", "float32", "l", adapter="a", block_tokens=16)
@@ -145,7 +146,7 @@ def test_a_value_without_a_place_is_a_miss_and_stays(values: PluginStore) -> Non
 
 def test_behind_a_batch_with_a_miss_nothing_is_loaded(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skymemory.engine.plugin.LOAD_BATCH_BYTES", 2000)
-    values = PluginStore(SETTINGS, CONTEXT, 1000, memory)
+    values = PluginStore(replace(SETTINGS, load_deadline_s=30.0), CONTEXT, 1000, memory)
     values.save([NAMES[at] for at in (0, 1, 3, 4)], pieces)
     assert [one is not None for one in loaded(values)] == [True, True, False, True, False]
     assert values.counters.get("misses_total", "behind a miss") == 1
@@ -162,6 +163,72 @@ def test_a_store_that_hangs_costs_its_deadlines_once() -> None:
         assert time.monotonic() - began_s < 5
         assert values.counters.get("misses_total", "unreachable") == 100
         slow.released.set()
+
+
+class Paced(MemoryStore):
+    """Each load and store takes 0.2 s, which is in time."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.pace_s, self.begun = 0.0, 0
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        self.begun += 1
+        time.sleep(self.pace_s)
+        return super().complete_load(ticket)
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        self.begun += 1
+        time.sleep(self.pace_s)
+        return super().complete_store(ticket)
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PluginStore, Paced]]:
+    """A value is a batch."""
+    for name in ("LOAD_BATCH_BYTES", "STORE_BATCH_BYTES"):
+        monkeypatch.setattr(f"skymemory.engine.plugin.{name}", 1000)
+    store = Paced()
+    values = PluginStore(SETTINGS, CONTEXT, 1000, store)
+    for at, name in enumerate(NAMES):
+        key = values.key(name)
+        assert store.put_many([(key, _framed(key, pieces(at)))]) == [True]
+    store.pace_s, store.begun = 0.2, 0
+    yield values, store
+    values.close()
+
+
+@pytest.mark.parametrize("is_prefix", [True, False])
+def test_a_load_of_many_batches_ends_by_one_deadline(paced: tuple[PluginStore, Paced], is_prefix: bool) -> None:
+    """0.3 s of all five, of which each would take 0.2 s."""
+    values, store = paced
+    reasons = values.load_or_say_why(NAMES, lambda at, value: True, is_prefix=is_prefix)
+    assert store.begun <= 2 and set(reasons[2:]) <= {"deadline", "behind a miss"}
+    assert is_prefix or reasons[2:] == ["deadline"] * 3
+    assert values.counters.get("hits_total") == reasons.count("") <= 2
+
+
+def test_a_save_of_many_batches_ends_by_one_deadline(paced: tuple[PluginStore, Paced]) -> None:
+    values, store = paced
+    saved = values.save([f"new {name}" for name in NAMES], pieces)
+    assert store.begun <= 2 and saved.done[2:] == [False] * 3
+    assert values.counters.get("refused_total", "deadline") >= 3
+
+
+def test_calls_within_a_deadline_share_it(paced: tuple[PluginStore, Paced]) -> None:
+    """As of SGLang's pools: one that takes all of the time leaves none to the next, and no wait is longer than that."""
+    values, store = paced
+    tier = values._store.tiers[0]
+    assert tier.deadline_s("store") == SETTINGS.store_deadline_s
+    with ending_within(0.1):
+        assert tier.deadline_s("store") <= 0.1
+        with ending_within(60.0), recompute_cost(60.0):
+            assert max(map(tier.deadline_s, ("ask", "load", "store"))) <= 0.1
+        time.sleep(0.1)
+        assert tier.deadline_s("load") == 0.0
+        assert values.load_or_say_why(NAMES, lambda at, value: True) == ["deadline"] * 5
+        assert values.save(["new"], pieces).done == [False] and not store.begun
+    assert tier.deadline_s("store") == SETTINGS.store_deadline_s
 
 
 def test_a_value_that_fits_nowhere_is_counted(memory: MemoryStore) -> None:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
-from tests.store.redis_server import RedisServer  # noqa: E402
+from tests.store.real_redis import RedisServer  # noqa: E402
 
 from skymemory import open_store  # noqa: E402
 from skymemory.cache.tiers.store import TieredStore  # noqa: E402

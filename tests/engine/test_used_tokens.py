@@ -159,9 +159,10 @@ def test_with_cake_only_what_it_did_not_load_is_computed(small: Any, ids: Any, l
 
 
 def test_the_serving_engine_computes_only_the_rest(small: Any, ids: Any) -> None:
-    from skymemory.serving.engine.caches import PrefixCaches
-    from skymemory.serving.engine.generation import Generation
-    from skymemory.serving.engine.thread import Sequence
+    pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+    from skymemory_lab.engine.caches import PrefixCaches
+    from skymemory_lab.engine.generation import Generation
+    from skymemory_lab.engine.thread import Sequence
 
     tokenizer, prompt = train_tokenizer(1024), ids[0].numpy().astype(np.int64)
     caches = PrefixCaches(small, tokenizer, 64 << 20, BLOCK, "lru")

@@ -22,7 +22,7 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Retain, Selection, pack_presences, pack_retain, unpack_retained
-from skymemory.protocol.satellite.checks import Found, pack_found
+from skymemory.protocol.satellite.checks import CheckResult, pack_found
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig, SatelliteConfig
 from skymemory.protocol.wire import (
@@ -514,7 +514,7 @@ class Doubting(Squeezed):
             (count,) = struct.unpack_from(">H", data, COMMAND_BYTES + SKY_BYTES)
             there, ours, asked = header.destination, Address(*self.here), header.timestamp_us
             answer = SkyHeader(Op.CHECKED, ours, there, 0, header.request_id, timestamp_us=asked, flags=flags)
-            whole = build_packet(answer, pack_found([Found.LACKING] * count), 1, self.now_s)
+            whole = build_packet(answer, pack_found([CheckResult.LACKING] * count), 1, self.now_s)
             self.give(whole, len(whole), self.neighbours[0])
 
     def go_on(self, ticks: int, flags: int | None) -> None:

@@ -25,7 +25,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES, Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found
+from skymemory.protocol.satellite.checks import Check, CheckResult, pack_checks, pack_found
 from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.satellite.routing import Declaration, LinksBody
@@ -629,7 +629,7 @@ class Duel:
             return Op.PRESENCE, messages.pack_presences(found), Status.OK, 0
         if header.op is Op.CHECK:
             (count,) = struct.unpack_from(">H", body)
-            found_each = [r.choice(tuple(Found)) for _ in range(count)]
+            found_each = [r.choice(tuple(CheckResult)) for _ in range(count)]
             return Op.CHECKED, pack_found(found_each), Status.OK, flags
         if header.op is Op.LINKS and r.random() < 0.9:
             pushed = self.python.neighbours.pushed

@@ -17,7 +17,7 @@ from tests.router.envoy.exchanges import (
     response_headers,
 )
 
-from skymemory.router.envoy.ext_proc_server import SERVING, HealthBook, _Stream
+from skymemory.router.envoy.ext_proc_server import SERVING, HealthBook, _ExtProcStream
 from skymemory.router.envoy.grpc import http2 as h
 from skymemory.router.envoy.grpc.server import GrpcServer
 from skymemory.router.envoy.messages import SERVICE
@@ -85,7 +85,7 @@ class GrpcTarget:
         self._faults = 0
         self._service, book = a_service(), HealthBook()
         book.set("readiness", SERVING)
-        methods = {**book.methods(), f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers)}
+        methods = {**book.methods(), f"/{SERVICE}/Process": lambda answers: _ExtProcStream(self._service, answers)}
         self._door = GrpcServer(methods, _MOST_BYTES, 8, self._fault)
         self._connection = self._door.connect()
         self._transport: Any = _Transport()

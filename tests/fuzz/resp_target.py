@@ -7,11 +7,18 @@ import random
 from tests.fuzz.mutations import mutate
 
 from skymemory.errors import InvalidInput
-from skymemory.serving.resp.budget import Claim
-from skymemory.serving.resp.commands import Close, Commands, Refused, Session
-from skymemory.serving.resp.protocol import LARGE_BYTES, Framed, LargeArgument, NeedData, ProtocolError, RequestParser
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis import NAMESPACE, trailer_of
+from skymemory.store.redis_server.budget import MemoryClaim
+from skymemory.store.redis_server.commands import Close, Commands, Refused, Session
+from skymemory.store.redis_server.protocol import (
+    LARGE_BYTES,
+    Framed,
+    LargeArgument,
+    NeedData,
+    ProtocolError,
+    RequestParser,
+)
 
 _KEY = bytes(range(32))
 _BLOCK = b"a block's value"
@@ -51,7 +58,11 @@ class RespTarget:
         self._open()
 
     def _open(self) -> None:
-        self._parser, self._session, self._left = RequestParser(1 << 17), Session(1, True, Claim(lambda: None)), _LIFE
+        self._parser, self._session, self._left = (
+            RequestParser(1 << 17),
+            Session(1, True, MemoryClaim(lambda: None)),
+            _LIFE,
+        )
 
     def __call__(self, dice: random.Random) -> None:
         data = b"".join(dice.choices(_SOUND, k=dice.randint(1, 3)))

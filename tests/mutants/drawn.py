@@ -24,7 +24,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "store/disk.py": ("store",),
     "store/disk_files.py": ("store",),
     "store/sky/shared_index.py": ("store/sky",),
-    "serving/resp/budget.py": ("serving/resp",),
+    "store/redis_server/budget.py": ("store/redis_server",),
     "transport/unix_clock.py": ("transport/test_unix_clock.py", "transport/test_clock_steps.py"),
 }
 """Where faults are drawn, below ``src/skymemory``, and what is run for them, below ``tests``."""

@@ -3,7 +3,7 @@
 One TOML file an area, in ``faults/``, each a list of ``[[fault]]`` with
 
 - ``name``: what goes wrong, in a few words; no two alike;
-- ``file``: below ``src/skymemory``, or below ``flight`` where it begins so;
+- ``file``: below ``src/skymemory``, or below ``flight`` or ``lab`` if it begins so;
 - ``was``: text that stands there exactly once; ``becomes``: what a developer might have written instead;
 - ``tests``: what is run, as pytest's arguments below ``tests`` (a file, or ``file::test``).
 
@@ -56,7 +56,7 @@ def load(folder: Path = FAULTS) -> list[Fault]:
         for entry in read["fault"]:
             tests = tuple(f"tests/{test}" for test in entry.get("tests", read.get("tests", [])))
             file = Path(entry["file"])
-            file = file if file.parts[0] == "flight" else SOURCE / file
+            file = file if file.parts[0] in ("flight", "lab") else SOURCE / file
             found.append(Fault(path.stem, entry["name"], file, entry["was"], entry["becomes"], tests))
     return found
 

@@ -78,7 +78,7 @@ class Tree:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=self.path,
-            env={**os.environ, "PYTHONPATH": str(self.path / "src")},
+            env={**os.environ, "PYTHONPATH": f"{self.path / 'src'}{os.pathsep}{self.path / 'lab/src'}"},
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

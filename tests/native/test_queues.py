@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.conductor.strategies.fleets import a_fleet
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.picker import LoadReport
+from skymemory.conductor.picker import ReportedLoad
 
 
 def test_a_queue_shrinks_with_time_and_with_answers(impl: ModuleType) -> None:
@@ -50,14 +50,14 @@ def test_requests_that_others_sent_wait_too_and_ours_are_not_counted_twice(impl:
     servers = list(fleet)
     queues = impl.PrefillQueues(overdue=0.0)
     first, _ = queues.add(0, 2.0, 10.0), queues.add(0, 2.0, 10.0)
-    servers[0].reported = LoadReport(at_s=10.5, waiting=2)
-    servers[1].reported = LoadReport(at_s=10.5, waiting=3)
+    servers[0].reported = ReportedLoad(at_s=10.5, waiting=2)
+    servers[1].reported = ReportedLoad(at_s=10.5, waiting=3)
     assert queues.waits_s(servers, 10.5) == [3.5, 6.0]
     # One of ours was answered since the report: the report still counts it, and we know of it.
-    servers[0].reported = LoadReport(at_s=11.0, waiting=2)
+    servers[0].reported = ReportedLoad(at_s=11.0, waiting=2)
     queues.remove(0, first, 12.0)
     assert queues.waits_s(servers, 12.0) == [2.0, 6.0]
-    servers[0].reported = LoadReport(at_s=12.0, waiting=4)
+    servers[0].reported = ReportedLoad(at_s=12.0, waiting=4)
     assert queues.waits_s(servers, 12.0) == [2.0 + 3 * 2.0, 6.0]
     assert queues.waits_s(servers, 50.0)[1] == 0.0, "a report that old says nothing"
 
@@ -84,7 +84,7 @@ def test_a_report_and_an_answer_say_that_those_before_it_are_done(impl: ModuleTy
     queues = impl.PrefillQueues(overdue=0.1)
     sent = [queues.add(0, 10.0, 0.0, unseen=True) for _ in range(4)]
     assert queues.waits_s(servers, 1.0) == [39.0]
-    servers[0].reported = LoadReport(at_s=2.0, waiting=1, running=3)
+    servers[0].reported = ReportedLoad(at_s=2.0, waiting=1, running=3)
     assert queues.waits_s(servers, 2.0) == [20.0], "one is computed and one waits"
     assert queues.waits_s(servers, 4.0) == [18.0], "the same report says nothing new"
     queues.remove(0, sent[3], 5.0)
@@ -129,7 +129,7 @@ class Alike(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), ago_s=SECONDS, waiting=st.integers(0, 4))
     def report(self, which: int, ago_s: float, waiting: int) -> None:
-        self.servers[which].reported = LoadReport(self.now_s - ago_s, waiting)
+        self.servers[which].reported = ReportedLoad(self.now_s - ago_s, waiting)
 
     @rule(which=st.integers(0, 2))
     def report_nothing(self, which: int) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.conductor.strategies.fleets import a_fleet
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.picker import LoadReport, Server
+from skymemory.conductor.picker import ReportedLoad, Server
 from skymemory.native.twin import backend
 from skymemory.native.twin.ttft import BENDS, FIGURES
 
@@ -83,7 +83,7 @@ def test_compiled_and_twin_rank_alike(seed: int, servers: int) -> None:
                 world.under_way.drop(under_way)
                 world.table.learn(slot, done)
         if dice.random() < 0.3:
-            dice.choice(fleet).reported = LoadReport(now_s - dice.random(), dice.randrange(4))
+            dice.choice(fleet).reported = ReportedLoad(now_s - dice.random(), dice.randrange(4))
         if dice.random() < 0.3:
             slot = dice.randrange(servers)
             curves.extend([NAN] * max(0, 3 * slot + 6 - len(curves)))
@@ -104,13 +104,13 @@ def test_a_report_is_applied_once_and_before_the_curves_are_read(impl: ModuleTyp
             curves[1] = 1e-3
 
     world = Learning(impl)
-    fleet[1].reported = LoadReport(0.0)
+    fleet[1].reported = ReportedLoad(0.0)
     figures = world.rank(fleet, chain, 1000, 1.0, curves)[4]
     assert FIGURES.unpack_from(figures)[1] == 1.0 and world.heard == [["s1"]]
     world.rank(fleet, chain, 1000, 1.0, curves)
     assert world.heard == [["s1"]]
     world.ranker.forget(1)
-    fleet[0].reported = LoadReport(0.0)
+    fleet[0].reported = ReportedLoad(0.0)
     world.rank(fleet, chain, 1000, 1.0, curves)
     assert world.heard == [["s1"], ["s0", "s1"]]
 

@@ -14,19 +14,19 @@ from tests.router.naive_queue import NaiveQueue
 
 from skymemory.conductor.request import Prompt, Request, Slo
 from skymemory.conductor.scheduler import KINDS, Refusal
-from skymemory.router.queue import Entry, QueueSettings, RequestQueue
+from skymemory.router.queue import QueueEntry, QueueSettings, RequestQueue
 
 PROMPT = Prompt(np.empty(0, np.uint64), np.empty(0, np.uint64), 16.0, 1)
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 ROOM = QueueSettings(most_requests=6, most_bytes=1000, most_wait_s=20.0)
 
 
-def entry(now_s: float, tenant: str = "a", work: float = 100.0, priority: int = 0, **more: object) -> Entry:
+def entry(now_s: float, tenant: str = "a", work: float = 100.0, priority: int = 0, **more: object) -> QueueEntry:
     size_bytes = int(more.pop("size_bytes", 10))  # type: ignore[call-overload]
-    return Entry(Request(PROMPT, tenant=tenant, priority=priority), work, size_bytes, now_s, **more)  # type: ignore[arg-type]
+    return QueueEntry(Request(PROMPT, tenant=tenant, priority=priority), work, size_bytes, now_s, **more)  # type: ignore[arg-type]
 
 
-def _is_in(groups: set[str], one: Entry) -> bool:
+def _is_in(groups: set[str], one: QueueEntry) -> bool:
     return one.group in groups
 
 
@@ -120,7 +120,7 @@ def test_no_tenant_starves_however_many_new_tenants_come(seed: int, crowd: int, 
     patient = [entry(0.0, "patient", 100.0), entry(0.0, "patient", 100.0)]
     for one in patient:
         assert not isinstance(queue.offer(one, 0.0), Refusal)
-    served: list[Entry] = []
+    served: list[QueueEntry] = []
     for number in range(4 * crowd + 8):
         one = queue.next(1.0)
         assert one is not None

@@ -17,7 +17,7 @@ from tests.properties.wire_traffic import (
 from skymemory import native
 from skymemory.errors import MalformedPacket
 from skymemory.protocol import messages
-from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, MAX_SELECTION_BITS, Presence, Selection
+from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, MAX_SELECTION_BITS, ChunkPresence, Selection
 from skymemory.protocol.wire import (
     MAX_CHUNK_BYTES,
     MAX_MOVES,
@@ -115,7 +115,8 @@ def test_a_grid_is_one_selection(first, stride, steps):
 
 @given(
     entries=st.lists(
-        st.tuples(keys, st.builds(Presence, st.integers(0, 99), st.just(100), u32, u32, u32, u16, tags)), max_size=5
+        st.tuples(keys, st.builds(ChunkPresence, st.integers(0, 99), st.just(100), u32, u32, u32, u16, tags)),
+        max_size=5,
     ),
     values=st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * len(HOUSEKEEPING_FIELDS)),
     moves=st.tuples(*[st.integers(-MAX_MOVES, MAX_MOVES)] * 2),

@@ -25,7 +25,7 @@ from skymemory.protocol.messages import (
     pack_retained,
     pack_setting,
 )
-from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found
+from skymemory.protocol.satellite.checks import Check, CheckResult, pack_checks, pack_found
 from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.state import EvictionConfig
@@ -95,7 +95,7 @@ SOUND = [
             (Op.PRESENCE, messages.pack_presences([None])),
             (Op.GONE, pack_dead([DEAD])),
             (Op.CHECK, pack_checks([Check(*DEAD, 1, 0, 9, CHUNK_BYTES)])),
-            (Op.CHECKED, pack_found([Found.LACKING])),
+            (Op.CHECKED, pack_found([CheckResult.LACKING])),
             (Op.FORGET, pack_forget([DEAD], 1.3)),
             (Op.UNSUPPORTED, OURS.pack_unsupported(Op.HAS)),
             (Op.PONG, messages.pack_housekeeping(OURS.figures())),

@@ -110,7 +110,7 @@ def test_another_way_may_take_as_long_as_any_way_has():
 def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
     """An overload has passed, and the box comes round to it again: what is lost now is asked for again at once."""
     peers = Peers(1 << 20, 1 << 20, expected_rtt_s=0.008)
-    in_flight = InFlight(peers, None, give_up_s=0.8, ground=7, credit_bytes=1 << 20)
+    in_flight = InFlight(peers, None, give_up_s=0.8, ground=7, window_bytes=1 << 20)
     peer = peers.peer(HERE)
     for number in range(20):
         peer.on_answer(1.5, 0.1 * number)

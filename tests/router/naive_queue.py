@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from skymemory.router.queue import Entry, QueueSettings
+from skymemory.router.queue import QueueEntry, QueueSettings
 
 
 @dataclass
@@ -22,16 +22,16 @@ class NaiveQueue:
     def __init__(self, settings: QueueSettings, weights: Mapping[str, float]) -> None:
         self.settings = settings
         self.weights = weights
-        self.entries: list[tuple[int, Entry]] = []
+        self.entries: list[tuple[int, QueueEntry]] = []
         self.levels: dict[int, Level] = {}
         self.numbers = 0
 
-    def offer(self, entry: Entry, now_s: float) -> tuple[bool, list[Entry]]:
+    def offer(self, entry: QueueEntry, now_s: float) -> tuple[bool, list[QueueEntry]]:
         """Whether it waits, and who left for it."""
         if self.leave_s(entry) <= now_s or entry.size_bytes > self.settings.most_bytes:
             return False, []
         self.numbers += 1
-        away: list[tuple[int, Entry]] = []
+        away: list[tuple[int, QueueEntry]] = []
         before = list(self.entries)
         self.entries.append((self.numbers, entry))
         self.settle()
@@ -48,7 +48,7 @@ class NaiveQueue:
             self.settle()
         return True, [victim for _, victim in away]
 
-    def next(self, now_s: float, fits: Callable[[Entry], bool]) -> Entry | None:
+    def next(self, now_s: float, fits: Callable[[QueueEntry], bool]) -> QueueEntry | None:
         able = [(number, entry) for number, entry in self.entries if fits(entry)]
         if not able:
             return None
@@ -71,19 +71,19 @@ class NaiveQueue:
         self.settle()
         return entry
 
-    def expire(self, now_s: float) -> list[Entry]:
+    def expire(self, now_s: float) -> list[QueueEntry]:
         over = [entry for _, entry in self.entries if self.leave_s(entry) <= now_s]
         for entry in over:
             self.remove(entry)
         return over
 
-    def remove(self, entry: Entry) -> bool:
+    def remove(self, entry: QueueEntry) -> bool:
         before = len(self.entries)
         self.entries = [one for one in self.entries if one[1] is not entry]
         self.settle()
         return len(self.entries) < before
 
-    def leave_s(self, entry: Entry) -> float:
+    def leave_s(self, entry: QueueEntry) -> float:
         promise_s = math.inf if entry.slo is None else entry.slo.ttft_s
         return entry.arrived_s + min(self.settings.most_wait_s, promise_s)
 
@@ -109,7 +109,7 @@ class NaiveQueue:
         size = sum(entry.size_bytes for _, entry in self.entries)
         return len(self.entries) <= settings.most_requests and size <= settings.most_bytes
 
-    def _worth(self, one: tuple[int, Entry]) -> tuple[float, ...]:
+    def _worth(self, one: tuple[int, QueueEntry]) -> tuple[float, ...]:
         """The lowest leaves first."""
         number, entry = one
         request = entry.request

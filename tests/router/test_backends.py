@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from skymemory.conductor.picker import Fleet, LoadReport, Picker, Server
+from skymemory.conductor.picker import Fleet, Picker, ReportedLoad, Server
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.router.backends import Backends
@@ -120,7 +120,7 @@ def test_a_server_whose_metrics_change_is_not_silent(works: bool) -> None:
         backends.policy.on_sent(attempts, "b", second - 0.1, 0.1, WHOLE)
         backends.on_answer(attempts, "b", float(second))
         tokens = 100.0 * second if works else 100.0
-        picker.fleet.servers["a"].reported = LoadReport(at_s=float(second), running=4, tokens=tokens)
+        picker.fleet.servers["a"].reported = ReportedLoad(at_s=float(second), running=4, tokens=tokens)
         backends.reported("a")
         backends.review(second + 0.01)
     assert ejected == ([] if works else ["a"])
@@ -154,7 +154,7 @@ def test_models_and_adapters_narrow_who_is_asked() -> None:
 def test_adapters_are_learnt_from_reports() -> None:
     backends, picker, _ = some("a")
     backends.lists("a", {"small": {"id": "small"}})
-    picker.fleet.servers["a"].reported = LoadReport(at_s=0.0, adapters=frozenset({"bard"}))
+    picker.fleet.servers["a"].reported = ReportedLoad(at_s=0.0, adapters=frozenset({"bard"}))
     backends.reported("a")
     assert backends.adapters == {"bard": "small"}
 

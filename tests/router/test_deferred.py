@@ -14,7 +14,7 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy.ext_proc import WITHOUT_PROMPT
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.grpc.server import Connection
+from skymemory.router.envoy.grpc.server import GrpcConnection
 from skymemory.router.request_account import DeferredWork, RequestAccount
 
 
@@ -55,13 +55,13 @@ def test_accounts_are_kept_before_the_next_pick_looks_at_them() -> None:
 
 def test_no_answer_waits_for_what_is_learnt_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    service, flush = a_service(), Connection.flush
+    service, flush = a_service(), GrpcConnection.flush
 
     class Learner(RoundRobin):
         def routed(self, request: Request, server: Server, now_s: float) -> None:
             order.append("learnt")
 
-    def watched(connection: Connection) -> None:
+    def watched(connection: GrpcConnection) -> None:
         if b"10.0.0." in b"".join(connection.http2._out) and not connection._inside:
             order.append("answered")
         flush(connection)
@@ -73,7 +73,7 @@ def test_no_answer_waits_for_what_is_learnt_from_it(monkeypatch: pytest.MonkeyPa
             await call.write(request_body(a_completion()))
             assert header_destination(await call.read())
 
-    monkeypatch.setattr(Connection, "flush", watched)
+    monkeypatch.setattr(GrpcConnection, "flush", watched)
     service.picker.scorer = Learner()
     with_server(test, service)
     assert order == ["answered", "learnt"]

@@ -19,7 +19,7 @@ from tests.router.envoy.exchanges import POST, a_service, request_body, request_
 from tests.router.running import PATIENCE_S, Loop, Running
 
 from skymemory.router.api_error import ApiError
-from skymemory.router.envoy.ext_proc import Exchange
+from skymemory.router.envoy.ext_proc import ExtProcExchange
 from skymemory.router.prompts.reader import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -108,7 +108,7 @@ def test_a_number_of_a_header_is_read_or_refused(name: str, value: str) -> None:
 def test_no_number_fails_a_call_of_the_picker(field: str, value: str, name: str, header: str) -> None:
     service = a_service()
     service.reader = READER
-    exchange = Exchange(service)
+    exchange = ExtProcExchange(service)
     exchange.receive(request_headers({**POST, name: header[:LONGEST_HEADER]}), 0.0)
     for answer in exchange.receive(request_body(body_of(COMPLETIONS, field, value)), 0.0):
         said = ProcessingResponse.FromString(answer)

@@ -14,7 +14,7 @@ from skymemory.conductor.admission.goodput import Goodput
 from skymemory.conductor.cost_model import PRESETS
 from skymemory.conductor.picker import Fleet, NoServer, Picker
 from skymemory.conductor.request import Prompt, Request, Slo
-from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.strategies.named import named
 from skymemory.router.request_account import PairAccount, Usage
@@ -34,17 +34,17 @@ class Log(Admission):
         self.events: list[str] = []
         self.refuses = refuses
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         self.events.append("asked")
         return Refusal("too slow", 3.0, kind="tbt") if self.refuses else None
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self.events.append("accepted")
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         self.events.append("prefilled")
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         self.events.append(f"ended {met}")
 
 
@@ -59,7 +59,7 @@ def some(rule: Admission) -> Scheduler:
 
 def begun(scheduler: Scheduler, tokens: int = 100, now_s: float = 0.0) -> PairAccount:
     placed = scheduler.place(Request(Prompt(NONE, NONE, 16.0, tokens)), now_s)
-    assert isinstance(placed, Placement)
+    assert isinstance(placed, ScheduledRequest)
     return PairAccount(scheduler, placed, now_s)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.router.running import Loop, Running, until
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.prefix_index.precise import PreciseIndex

@@ -13,7 +13,7 @@ import pytest
 from skymemory.conductor.request import Prompt, Request, Slo
 from skymemory.conductor.scheduler import Refusal
 from skymemory.errors import InvalidInput
-from skymemory.router.queue import USUAL_OUTPUT_TOKENS, Entry, QueueSettings, RequestQueue, work_of
+from skymemory.router.queue import USUAL_OUTPUT_TOKENS, QueueEntry, QueueSettings, RequestQueue, work_of
 
 
 def request(tenant: str = "", priority: int = 0, tokens: int = 1000, output: int | None = None) -> Request:
@@ -21,16 +21,16 @@ def request(tenant: str = "", priority: int = 0, tokens: int = 1000, output: int
     return Request(prompt, tenant=tenant, priority=priority, output_tokens=output)
 
 
-def entry(now_s: float = 0.0, tenant: str = "", priority: int = 0, work: float = 100.0, **more: object) -> Entry:
+def entry(now_s: float = 0.0, tenant: str = "", priority: int = 0, work: float = 100.0, **more: object) -> QueueEntry:
     size_bytes = more.pop("size_bytes", 100)
-    return Entry(request(tenant, priority), work, size_bytes, now_s, **more)  # type: ignore[arg-type]
+    return QueueEntry(request(tenant, priority), work, size_bytes, now_s, **more)  # type: ignore[arg-type]
 
 
 def queue(most: int = 4, most_bytes: int = 1 << 20, most_wait_s: float = 10.0, **more: object) -> RequestQueue:
     return RequestQueue(QueueSettings(most, most_bytes, most_wait_s), **more)  # type: ignore[arg-type]
 
 
-Evicted = list[tuple[Entry, Refusal]]
+Evicted = list[tuple[QueueEntry, Refusal]]
 
 
 def waits(answer: Evicted | Refusal) -> Evicted:
@@ -154,7 +154,7 @@ def test_a_group_without_room_delays_no_other_and_is_asked_about_once() -> None:
     one.offer(other, 0.0)
     asked: list[object] = []
 
-    def fits(each: Entry) -> bool:
+    def fits(each: QueueEntry) -> bool:
         asked.append(each.group)
         return each.group == "idle"
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from tests.router.replica_tools import KIND, an_index, chain, until
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
 from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing, first_ring
 from skymemory.router.replicas import RedisReplicas
-from skymemory.store.redis import Link, pack
+from skymemory.store.redis import RedisLink, pack
 
 STREAM = f"skymemory:replicas:{KIND}".encode()
 
@@ -45,7 +45,7 @@ async def sharing(index: SharedPrefixIndex, server: RedisServer, **how: object) 
 
 
 def ask(server: RedisServer, *command: bytes) -> object:
-    link = Link(server.url, 2.0)
+    link = RedisLink(server.url, 2.0)
     (reply,) = link.ask([pack(*command)], 1)
     link.close()
     return reply

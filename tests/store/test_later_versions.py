@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.cache.test_manager import LAYOUT, Engine, context, load
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 from tests.store.sky.test_shared_index import INFO, add, key
 from tests.store.test_sealed import sealed
 

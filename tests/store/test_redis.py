@@ -18,14 +18,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.contract.store_contract import Clock, StoreContract, Tier, key, value
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
 from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
 from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store import redis
 from skymemory.store.base import Presence
-from skymemory.store.redis import NAMESPACE, Link, RedisStore, opened, pack, trailer_of
+from skymemory.store.redis import NAMESPACE, RedisLink, RedisStore, opened, pack, trailer_of
 
 PATIENCE_S = 10.0
 """For a server that answers: beside other programs it takes its time."""
@@ -61,7 +61,7 @@ class TestRedis(StoreContract):
 
     @pytest.fixture
     def tier(self, shared_server: RedisServer) -> Iterator[Tier]:
-        raw = Link(shared_server.url, 2.0)
+        raw = RedisLink(shared_server.url, 2.0)
         raw.ask([pack(b"FLUSHALL")], 1)
         raw.close()
         clock = Clock()
@@ -88,7 +88,7 @@ class TestRedis(StoreContract):
 
 
 def _raw(server: RedisServer, *arguments: bytes) -> object:
-    raw = Link(server.url, 2.0)
+    raw = RedisLink(server.url, 2.0)
     (reply,) = raw.ask([pack(*arguments)], 1)
     raw.close()
     return reply
@@ -162,9 +162,9 @@ def test_a_restarted_server_is_used_again(server: RedisServer) -> None:
 
 def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     waits_s: list[float] = []
-    begin = redis.Deadline.begin
+    begin = redis.CallDeadline.begin
 
-    def begun(patience: redis.Deadline, timeout_s: float) -> None:
+    def begun(patience: redis.CallDeadline, timeout_s: float) -> None:
         if timeout_s != redis._PROBE_S:
             waits_s.append(timeout_s)
         begin(patience, timeout_s)
@@ -174,7 +174,7 @@ def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch:
     assert store.put_many([(key(1), value(1))]) == [True]
     server.process.send_signal(signal.SIGSTOP)
     store._link._timeout_s = 0.2
-    monkeypatch.setattr(redis.Deadline, "begin", begun)
+    monkeypatch.setattr(redis.CallDeadline, "begin", begun)
     started_s = time.monotonic()
     for _ in range(5):
         assert store.get_many([key(1)]) == [None]
@@ -335,7 +335,7 @@ def test_a_server_that_answers_byte_by_byte_costs_one_timeout(greeted: bool) -> 
 def test_a_server_that_is_slow_and_not_broken_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes take longer than the timeout, at more than the least rate."""
     monkeypatch.setattr(redis, "MIN_BYTES_PER_S", 1e5)
-    patience = redis.Deadline()
+    patience = redis.CallDeadline()
     here, there = socket.socketpair()
     with here, there:
         slow = redis._DeadlineSocket(here, patience)

@@ -16,7 +16,7 @@ from skymemory.index.journal import decode_records
 from skymemory.kv.value import unpack_header, unpack_value
 from skymemory.protocol import messages
 from skymemory.protocol.client.transfer import ValueInfo
-from skymemory.protocol.messages import Presence, Selection
+from skymemory.protocol.messages import ChunkPresence, Selection
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 from skymemory.testbed.key_file import read_keys
 from skymemory.testbed.plan_file import load_plan
@@ -39,13 +39,15 @@ def modest() -> Iterator[None]:
 
 
 LIES = {
-    "a value of 4 GiB in chunks of one byte": Presence(0, 2**32 - 1, 1, 2**32 - 1, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
-    "4 GiB in ordinary chunks": Presence(0, 699_051, 6144, 2**32 - 1, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
-    "more chunks than bytes": Presence(0, 2**31, 6144, 10, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
-    "chunks that no datagram carries": Presence(0, 2, 70_000, 140_000, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
-    "a strategy that is none": Presence(0, 1, 10, 10, 5, 1, PlacementTag(9, 10, 0, 0, 0)),
-    "a displacement that is none": Presence(0, 1, 10, 10, 5, 1, PlacementTag(0xF3, 10, 0, 0, 0)),
-    "more servers than satellites": Presence(0, 1, 10, 10, 5, 1, PlacementTag(3, 60_000, 0, 0, 0)),
+    "a value of 4 GiB in chunks of one byte": ChunkPresence(
+        0, 2**32 - 1, 1, 2**32 - 1, 5, 1, PlacementTag(3, 10, 0, 0, 0)
+    ),
+    "4 GiB in ordinary chunks": ChunkPresence(0, 699_051, 6144, 2**32 - 1, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
+    "more chunks than bytes": ChunkPresence(0, 2**31, 6144, 10, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
+    "chunks that no datagram carries": ChunkPresence(0, 2, 70_000, 140_000, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
+    "a strategy that is none": ChunkPresence(0, 1, 10, 10, 5, 1, PlacementTag(9, 10, 0, 0, 0)),
+    "a displacement that is none": ChunkPresence(0, 1, 10, 10, 5, 1, PlacementTag(0xF3, 10, 0, 0, 0)),
+    "more servers than satellites": ChunkPresence(0, 1, 10, 10, 5, 1, PlacementTag(3, 60_000, 0, 0, 0)),
 }
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from tests.cache.tiers import test_contract as tiers
 from tests.contract.store_contract import Tier
-from tests.serving.resp import test_daemon
 from tests.store import test_disk_contract, test_redis, test_sealed
 from tests.store.conftest import connection, udp_store
+from tests.store.redis_server import test_daemon
 from tests.store.sky import test_contract
 
 from skymemory.protocol.wire import Op

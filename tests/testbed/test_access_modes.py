@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.presets import preset_named
@@ -21,6 +20,7 @@ from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, sky_of, tolerated_skew_s
 from skymemory.testbed.control import rotate
 from skymemory.testbed.plan import ConstellationPlan, Ground, make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 from skymemory.units import SPEED_OF_LIGHT_M_S
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.constellation import synthetic
-from tests.testbed.virtual import VirtualConstellation
 
-from skymemory.cli.passes import flown_shell
 from skymemory.constellation.clustering import cluster
 from skymemory.constellation.presets import FlownShell
 from skymemory.constellation.torus import SatelliteId
@@ -20,9 +18,11 @@ from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed import supervisor
 from skymemory.testbed.connect import host_spec, store_of
 from skymemory.testbed.control import confirm_all_answer, rotate
+from skymemory.testbed.element_files import flown_shell
 from skymemory.testbed.plan import ConstellationPlan, Ground, local_hosts, make_plan
 from skymemory.testbed.plan_file import from_json, to_json
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.virtual import VirtualConstellation
 
 STARLINK = Path(__file__).parents[3] / "shared/data/tle/starlink-2025-09-22.tle"
 GAPS = tuple(SatelliteId(*gap) for gap in ((0, 5), (1, 2), (1, 3), (3, 0)))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.cli.main import main
 from skymemory.constellation.links import Links
@@ -28,6 +27,7 @@ from skymemory.testbed.plan import ConstellationPlan, Ground, local_hosts, make_
 from skymemory.testbed.plan_file import from_json, to_json
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
+from skymemory.testbed.virtual import VirtualConstellation
 
 BERLIN, SYDNEY = GroundHost(52.5, 13.4), GroundHost(-33.9, 151.2)
 RATES = {"up": "20Mbit", "down": "40Mbit", "isl": "80Mbit"}

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
@@ -25,6 +24,7 @@ from skymemory.protocol.wire import SKY_BYTES, ChunkRef, Op, SkyHeader, header_s
 from skymemory.testbed.connect import host_spec, sky_of
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
+from skymemory.testbed.virtual import VirtualConstellation
 from skymemory.transport import udp_client, udp_host
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.udp_client import UdpClient

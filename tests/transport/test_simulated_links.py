@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.links import DATAGRAM_OVERHEAD_BYTES, LinkQueue, Links
 from skymemory.constellation.torus import SatelliteId
@@ -15,6 +14,7 @@ from skymemory.errors import InvalidInput
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.wire import Op
 from skymemory.testbed.plan import make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedClient, SimulatedConstellation
 from skymemory.transport.simulated_host import HostLimits

@@ -21,8 +21,8 @@ from skymemory.protocol import messages
 from skymemory.protocol.messages import (
     HOUSEKEEPING_FIELDS,
     Capabilities,
+    ChunkPresence,
     Kept,
-    Presence,
     Retain,
     Selection,
     pack_dead,
@@ -35,7 +35,7 @@ from skymemory.protocol.messages import (
     unpack_retain,
     unpack_retained,
 )
-from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_found
+from skymemory.protocol.satellite.checks import Check, CheckResult, pack_checks, pack_found, unpack_found
 from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.satellite.routing import Declaration, LinksBody
 from skymemory.protocol.wire import (
@@ -60,7 +60,7 @@ HERE, BEAM = Address(2, 9), Address(2, 9, 0xFF)
 NOW_S = 1_700_000_000.25
 SEQUENCE = 5
 TAG = PlacementTag(strategy=3, servers=10, server=1, slot_moves=-2, plane_moves=1)
-PRESENCE = Presence(1, 3, 16, 34, 0xDEADBEEF, 1, TAG)
+PRESENCE = ChunkPresence(1, 3, 16, 34, 0xDEADBEEF, 1, TAG)
 
 
 def header(op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
@@ -131,8 +131,8 @@ BUILT = {
     "retained": control(Op.RETAINED, pack_retained([Kept.DONE, Kept.REFUSED])),
     "check": control(Op.CHECK, pack_checks([Check(*DEAD[0], 10, 3, 40, 6144), Check(*DEAD[1], 10, 9, 10, 65_375)])),
     "forget": control(Op.FORGET, pack_forget(DEAD, 1.3)),
-    "checked-settled": control(Op.CHECKED, pack_found([Found.LACKING]), flags=FLAG_SETTLED),
-    "checked": control(Op.CHECKED, pack_found([Found.WHOLE, Found.LACKING, Found.NO_ROOM])),
+    "checked-settled": control(Op.CHECKED, pack_found([CheckResult.LACKING]), flags=FLAG_SETTLED),
+    "checked": control(Op.CHECKED, pack_found([CheckResult.WHOLE, CheckResult.LACKING, CheckResult.NO_ROOM])),
     "gone": control(Op.GONE, pack_dead(DEAD[:1])),
     "unreachable": control(Op.UNREACHABLE, b"", Status.HOP_LIMIT),
     "unsupported": control(Op.UNSUPPORTED, Capabilities(1, 2, 0x1FFE, 0x701).pack_unsupported(0x2A)),
@@ -184,7 +184,7 @@ def test_bodies_are_read_back():
     assert unpack_retained(body("retained")) == [Kept.DONE, Kept.REFUSED]
     assert unpack_dead(body("gone")) == list(DEAD[:1])
     assert unpack_forget(body("forget")) == (list(DEAD), 1.3)
-    assert unpack_found(body("checked-settled")) == [Found.LACKING]
+    assert unpack_found(body("checked-settled")) == [CheckResult.LACKING]
     assert list(messages.unpack_housekeeping(body("pong")).values()) == [(i + 1) << i for i in range(22)]
     word = Capabilities.of_figures(messages.unpack_housekeeping(body("pong-word")))
     assert word == Capabilities(1, 2, 0x1FFE, 0x701)

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from tests.serving.resp.test_daemon import serving
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
+from tests.store.redis_server.test_daemon import serving
 from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm, an_adapter
 from tools.vllm_interface import CLASSES, PAGE, WHAT, methods
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 from tests.end_to_end.test_cluster import Run
-from tests.serving.resp.test_daemon import serving
+from tests.store.redis_server.test_daemon import serving
 from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm
 
 from skymemory.engine.vllm.settings import transfer_config

@@ -22,7 +22,7 @@ from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed
 from skymemory.router.engines.events import KvEvents
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import Pace
+from skymemory.router.engines.follower import ReplayTimeouts
 from skymemory.router.engines.metrics import EngineMetrics, fetch, fetch_metrics
 
 pytestmark = [
@@ -66,7 +66,7 @@ class Listening:
         self.index = PreciseIndex(BLOCK_TOKENS)
 
     async def __aenter__(self) -> Listening:
-        self.events = KvEvents(self.index, Pace(probe_s=0.3))
+        self.events = KvEvents(self.index, ReplayTimeouts(probe_s=0.3))
         self.feed: Feed = self.events.follow(
             "one", SLOT, self.vllm.endpoint, model="small", replay_endpoint=self.vllm.replay_endpoint
         )

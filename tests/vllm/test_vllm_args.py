@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.serving.resp.daemons import daemon
+from tests.store.redis_server.daemons import daemon
 from tests.vllm.server import MODEL, PYTHON, ROOT, START_S, free_port
 
 from skymemory.cli.main import main

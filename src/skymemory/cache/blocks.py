@@ -1,14 +1,7 @@
-"""Loads and saves of a prompt's blocks, for any engine and any store.
+"""Loads and saves of a prompt's blocks, for any engine and any store; failures of the store become misses.
 
-This module handles token ids, hashes, tiers and seconds; never tensors, never satellites. An engine passes sinks for
-loaded blocks and sources of blocks to save. Failures of the store become misses here.
-
-A load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches, and for each
-batch fetch, then verify, decode and place block by block (``BlockCache.load_found``). The first block that fails ends
-the prefix.
-
-Classes: results (``LoadResult``, ``StoreResult``), ``BlockCache`` (the blocks of one context), and ``Parts`` (a model
-has a single part, or a part for each attention window).
+The life of a load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches;
+fetch each batch, then verify, decode and place block by block. The first block that fails ends the prefix.
 """
 
 from __future__ import annotations
@@ -56,23 +49,22 @@ from skymemory.units import format_duration, format_size
 _log = logging.getLogger(__name__)
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
-"""Exceptions that a broken tier may raise; programming errors (TypeError, AttributeError …) are not caught."""
+"""Exceptions that a broken tier may raise; others are programming errors."""
 FAILING_REASONS = frozenset({"unreachable", "timeout", "out of sight"})
-"""Miss reasons that mean the store did not answer, rather than that the value is absent."""
+"""Miss reasons of a store that did not answer."""
 TOO_SHORT = "shorter than a block"
 _INVALID = ("corrupt", "foreign")
-"""Failure reasons for bytes that are wrong for any reader; the block is deleted."""
+"""Reasons of bytes that are wrong for any reader; the block is deleted."""
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
-"""Limits of the bytes in flight, for loads and stores."""
 
 
 class BlockSink(Protocol):
     def place(self, index: int, block: memoryview) -> None:
         """Copy the raw bytes of block ``index`` (``KVLayout.shape``, C order) out of ``block`` before returning.
 
-        A sink may set an attribute ``threads``: how many threads call ``place`` concurrently.
+        A sink may set ``threads``: how many threads call ``place`` concurrently.
         """
 
 
@@ -81,8 +73,8 @@ class RowSink(BlockSink, Protocol):
     """Sink in memory that lets a store write raw blocks directly."""
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """Return the places of block ``index``'s raw bytes, after ``head``; None if the block must go through
-        ``place``. The places must hold nothing in use: a block that fails leaves arbitrary bytes in them.
+        """Return the places of block ``index``'s raw bytes, after ``head``; None: use ``place``. The places must hold
+        nothing in use: a failed block leaves arbitrary bytes there.
         """
 
     def on_block(self, index: int) -> None:
@@ -99,31 +91,27 @@ class BlockSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class TokenUsage:
-    """Use of the loaded tokens of one load; the engine updates it.
+    """Use of a load's tokens, ``first`` to ``end`` of the prompt; the engine updates it.
 
-    Loaded tokens are ``first`` to ``end`` of the prompt (with Cake, the tokens before were computed). Each token counts
-    once, as used or as unused: ``end - first == used_tokens + sum(unused_tokens.values())`` when the cache is gone.
+    Each token counts once: ``end - first == used_tokens + sum(unused_tokens.values())`` when the cache is gone.
     """
 
     first: int = 0
     end: int = 0
     used_tokens: int = 0
     unused_tokens: dict[str, int] = field(default_factory=dict)
-    """Loaded tokens that were computed all the same, or that no pass needed, by reason."""
+    """Tokens that were computed all the same, or that no pass needed, by reason."""
     is_in_use: bool = False
     has_warned: bool = False
     _reached: int = 0
-    """End of the skipped tokens: a second use of the same cache does not count them again."""
     _holders: int = 1
-    """Number of caches with this load: the original and its copies."""
 
     @property
     def open_tokens(self) -> int:
-        """Number of loaded tokens not yet counted as used or unused."""
         return self.end - self.first - self.used_tokens - sum(self.unused_tokens.values())
 
     def use(self, start: int, stop: int) -> int:
-        """Count tokens of the prompt that a forward pass skipped; returns how many of them are newly used."""
+        """Count skipped tokens; returns how many are newly used."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         self._reached = max(self._reached, stop)
         self.used_tokens += new
@@ -131,14 +119,13 @@ class TokenUsage:
         return new
 
     def refuse(self, start: int, stop: int, reason: str) -> int:
-        """Count tokens of the prompt that will not be used; returns how many of them are newly unused."""
+        """Count tokens as unused; returns how many are new."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         if new:
             self.unused_tokens[reason] = self.unused_tokens.get(reason, 0) + new
         return new
 
     def drop(self) -> bool:
-        """Record that a cache of this load is gone; returns True if it was the last."""
         self._holders -= 1
         return self._holders <= 0
 
@@ -146,40 +133,31 @@ class TokenUsage:
         return max(0, min(stop, self.end) - max(start, self.first, self._reached))
 
     def __deepcopy__(self, memo: object) -> TokenUsage:
-        """Share the object: a copy of a cache holds the same load."""
         self._holders += 1
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Result of a prompt's lookup. ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``, always."""
+    """Result of a prompt's lookup: ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``."""
 
     prompt_tokens: int
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens supplied, by tier; a full hit still leaves the last token to compute."""
+    """Tokens supplied, by tier."""
     blocks: int = 0
-    """Full blocks in the prompt."""
     found_blocks: int = 0
-    """Leading blocks that the lookup found."""
     loaded_blocks: int = 0
-    """Leading blocks that were loaded and valid; for windowed layers, only those in the window of the prefix's end."""
+    """Leading valid blocks; of windowed layers, only those in the last window."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
-    """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
+    """Blocks found but unusable, by reason."""
     not_found: str = ""
-    """Miss reason of the first block after the found blocks: "absent", "unreachable", "uncertain" …; "shorter than a
-    block" for a prompt without a full block; empty if all were found.
-    """
+    """Miss reason of the next block, or ``TOO_SHORT``; empty if all were found."""
     size_bytes: int = 0
-    """Bytes fetched and used, as stored."""
     retransmitted: int = 0
-    """Packets that the tier had to request again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, in order: tokenize, hash, lookup, then fetch and decode, or cake."""
+    """Phases in order: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
-    """Result of Cake: what was computed meanwhile, and where both sides met."""
     usage: TokenUsage = field(default_factory=TokenUsage, compare=False, repr=False)
-    """Use of the loaded tokens; changes as they are used."""
 
     @property
     def cached_tokens(self) -> int:
@@ -195,7 +173,7 @@ class LoadResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens not supplied, at least 1 unless the prompt is empty. With Cake some are computed already."""
+        """Tokens not supplied; at least 1, unless the prompt is empty."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
@@ -236,17 +214,15 @@ class StoreResult:
     prompt_tokens: int
     blocks: int = 0
     present_blocks: int = 0
-    """Blocks stored before (or being stored by another client)."""
+    """Blocks already stored, or being stored."""
     stored_blocks: int = 0
     refused_blocks: int = 0
-    """Blocks not acknowledged: no room, no answer, or no source to store them from."""
     prefilled_tokens: int = 0
-    """Tokens computed only to be stored; 0 after a generate."""
+    """Tokens computed only to be stored."""
     size_bytes: int = 0
-    """Bytes stored, headers included."""
     raw_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, in order: tokenize, hash, lookup, prefill, encode, store."""
+    """Phases in order: tokenize, hash, lookup, prefill, encode, store."""
 
     @property
     def total_s(self) -> float:
@@ -265,14 +241,14 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class LoaderResult:
-    """Tokens and bytes of a prompt that Cake computed and loaded."""
+    """Tokens and bytes that Cake computed and loaded."""
 
     resident_tokens: int
     computed_tokens: int
     loaded_tokens: int
     loaded_bytes: int
     met_at_token: int | None
-    """First token of the chunk where both sides met; None if one side did all, or while unfinished."""
+    """First token of the chunk at which both sides met; None if they did not."""
     wasted_bytes: int
     """Bytes of cancelled, late or failed loads."""
     wasted_tokens: int
@@ -283,7 +259,7 @@ class LoaderResult:
 
 
 class PhaseClock:
-    """Clock that sums seconds by phase, in order of first use."""
+    """Clock that sums seconds by phase."""
 
     def __init__(self, clock: Callable[[], float], seconds: dict[str, float]) -> None:
         self._clock = clock
@@ -300,12 +276,9 @@ class PhaseClock:
 
 @dataclass(frozen=True, slots=True)
 class LeasedBatch:
-    """Consecutive blocks of a prompt that are fetched together."""
-
     start: int
     hashes: list[BlockHash]
     ticket: LoadTicket | None
-    """None if the store failed to give a lease."""
 
 
 @dataclass(slots=True)
@@ -317,10 +290,10 @@ class LoadTally:
 
 
 class BlockCache:
-    """The blocks of one context in one store.
+    """Blocks of one context in one store.
 
-    New blocks are encoded with ``codec``; blocks in RAW, ``codec`` or any of ``readable`` are read. Raises InvalidInput
-    for a lossy codec in a lossless context.
+    Saves encode with ``codec``; loads read RAW, ``codec`` and ``readable``. Raises InvalidInput for a lossy codec in a
+    lossless context.
     """
 
     def __init__(
@@ -355,12 +328,10 @@ class BlockCache:
         }
         self.clock = clock
         self.compute = ComputeRate()
-        """Engine's speed, as far as it is reported; it limits the wait for a tier."""
         self.owner = Owner("this BlockCache")
         self._logged_answering = True
         self._failures = Lock()  # loads of several threads may fail concurrently
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
-        """Callback with the full blocks of every prompt that is looked up."""
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         return hash_blocks(self._digest, tokens, self.layout.block_tokens)
@@ -368,8 +339,8 @@ class BlockCache:
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these blocks consecutively, from block 0 of ``sink`` on, batch after batch. Stops when a block fails or
-        after ``computing_s`` (the time to compute the whole prompt instead).
+        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (the time to compute the
+        prompt).
         """
         batches = self._lease(hashes)
         started_s = self.clock()
@@ -395,7 +366,7 @@ class BlockCache:
         return [state is Presence.HIT for state in presence]
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the positions of the blocks that are absent from the store and not being stored."""
+        """Return the positions of blocks neither stored nor being stored."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
@@ -415,9 +386,8 @@ class BlockCache:
     ) -> tuple[int, int]:
         """Store the blocks ``indices`` (ascending); returns the number acknowledged, and their bytes.
 
-        Stops at the first block that the codec refuses, so that the stored blocks of a prompt stay a prefix. Raises
-        ValueTooLarge for a block that can never fit the store; on any other failure of the tier nothing is stored.
-        ``account=False`` leaves the blocks out of the counters, but not their bytes.
+        Stops at the first block that the codec refuses, so that the stored blocks stay a prefix. ``account=False``
+        leaves the blocks out of the counters. Raises ValueTooLarge for a block that can never fit.
         """
         self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
@@ -456,7 +426,6 @@ class BlockCache:
             return 0
 
     def miss_reason(self, block_hash: BlockHash) -> str:
-        """Return the miss reason of a block that the lookup did not find, as a load reports it."""
         ticket = None
         try:
             ticket = self.store.prepare_load([block_hash])
@@ -537,7 +506,6 @@ class BlockCache:
     def _placing(
         self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
     ) -> Iterator[list[Future[str]]]:
-        """Run ``place`` of all values in ``sink.threads`` threads; yields no futures if a thread suffices."""
         threads = min(getattr(sink, "threads", 1), len(values))
         if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
             yield []
@@ -551,7 +519,7 @@ class BlockCache:
             ]
 
     def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
-        """Place one block in ``sink`` as block 0; returns the failure reason, or ""."""
+        """Place a block as block 0; returns the failure reason, or ""."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(self.layout.block_tokens)):
@@ -566,8 +534,6 @@ class BlockCache:
         return failure
 
     def _verify_placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
-        """Verify a block that the store has put into the sink's rows; returns the failure reason, or ""."""
-
         def check() -> str:
             size_bytes = PAYLOAD_AT + self.layout.block_bytes
             if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
@@ -578,7 +544,7 @@ class BlockCache:
         return _failure_of(check)
 
     def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
-        """Verify and decode a stored block and pass it to ``sink``; returns the failure reason, or ""."""
+        """Verify, decode and place a stored block; returns the failure reason, or ""."""
         return _failure_of(lambda: self._decode(sink, index, block_hash, value))
 
     def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
@@ -627,14 +593,12 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
-        """Delete a block whose bytes are wrong, so that it is stored again; other failures delete nothing."""
+        """Delete a block with wrong bytes, so that it is stored again."""
         if failure in _INVALID:
             self._delete(block_hash)
 
     def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
-        """Delete blocks that none of the keys opens (retired keys, another owner): present blocks are not stored again,
-        so they would be permanent misses. Blocks of a key that is not distributed yet stay (``UNKNOWN_KEY``).
-        """
+        """Delete blocks that no key opens, as they would always miss. Blocks of a key not distributed yet stay."""
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason == NOT_AUTHENTIC:
                 self._delete(block_hash)
@@ -686,8 +650,6 @@ def _failure_of(place: Callable[[], str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Layers with the same attention window, and their blocks."""
-
     blocks: BlockCache
     window: int | None = None
     """Tokens that a token attends to, itself included; None: all before it."""
@@ -704,20 +666,18 @@ class Saved:
     blocks: int = 0
     size_bytes: int = 0
     raw_bytes: int = 0
-    """Bytes of the same blocks before the codec."""
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(self.blocks + other.blocks, self.size_bytes + other.size_bytes, self.raw_bytes + other.raw_bytes)
 
 
 class Parts:
-    """All parts of a model in one store; the part without a window, if any, is the first.
+    """Parts of a model in one store; a part without a window is the first.
 
     Blocks and tokens are counted for the first part, bytes for all.
     """
 
     def __init__(self, parts: Sequence[Part], compute: ComputeRate | None = None) -> None:
-        """``compute``: the engine's speed, if it was measured before."""
         self.parts = tuple(parts)
         self.first = parts[0].blocks
         for part in parts:
@@ -742,11 +702,10 @@ class Parts:
         seconds: dict[str, float] | None = None,
         account: bool = True,
     ) -> LoadResult:
-        """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the blocks in
-        the window of the prefix's end.
+        """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the last
+        window.
 
-        ``limit_tokens`` limits the tokens counted as supplied (default: all but the last). ``account=False`` leaves
-        this load out of the token counters.
+        ``limit_tokens`` limits the tokens counted as supplied (default: all but the last).
         """
         first = self.first
         if first.owner.elsewhere:
@@ -784,7 +743,7 @@ class Parts:
         return result
 
     def load_blocks(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place the ``wanted`` blocks (ascending) of each part that can be loaded; none in a forked child."""
+        """Place the ``wanted`` blocks (ascending) of each part; none in a forked child."""
         if self.first.owner.elsewhere:
             return
         computing_s = self.first.compute.seconds(len(tokens))
@@ -793,16 +752,14 @@ class Parts:
                 tally = LoadTally()
                 with recompute_cost(computing_s):
                     part.blocks.load_found(
-                        span, _From(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
+                        span, _OffsetSink(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
                     )
                 self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
 
     def __deepcopy__(self, memo: object) -> Parts:
-        """Return the same parts: a copied cache uses the same store."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Reduce to None: a cache from another process has no store."""
         return type(None), ()
 
     def save(
@@ -812,7 +769,7 @@ class Parts:
         sources: Sequence[BlockSource],
         seconds: dict[str, float] | None = None,
     ) -> Saved:
-        """Store the ``wanted`` blocks of each part; the first part last, as lookups start with it."""
+        """Store the ``wanted`` blocks; the first part last, as lookups start with it."""
         saved = Saved()
         for number in reversed(range(len(self.parts))):
             blocks = self.parts[number].blocks
@@ -823,15 +780,13 @@ class Parts:
         return saved
 
 
-class PrefixSearch:
-    """Lookup of a prompt's blocks, by part; each block is looked up once."""
+class BlockLookup:
+    """Lookup of a prompt's blocks, each once."""
 
     def __init__(
         self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], limit_tokens: int, first: int = 0
     ) -> None:
-        """``hashes`` of each part; ``limit_tokens`` of the longest prefix; the engine has the blocks before
-        ``first``.
-        """
+        """``limit_tokens``: length of the longest prefix; the engine has the blocks before ``first``."""
         self._parts = parts
         self._hashes = hashes
         self._limit_tokens = limit_tokens
@@ -851,7 +806,6 @@ class PrefixSearch:
         return self._longest(wanted)
 
     def _longest(self, most: int) -> int:
-        """Return the longest prefix, up to ``most`` blocks, at whose end all windowed parts have their blocks."""
         if most and all(self._stored(number, self._get_visible_blocks(number, most)).all() for number in self._windows):
             return most
         # Running counts of missing blocks: a window has all its blocks if the count is the same at both of its ends.
@@ -876,7 +830,6 @@ class PrefixSearch:
         return np.array([known[index] for index in indices], bool)
 
     def miss_reason(self, found: int) -> str:
-        """Return the reason of the first missing block after ``found`` blocks."""
         for number, part in enumerate(self._parts):
             visible = (
                 self._get_visible_blocks(number, found + 1) if part.window is not None else range(found, found + 1)
@@ -887,9 +840,7 @@ class PrefixSearch:
         return ""
 
 
-class _Loading(PrefixSearch):
-    """Load of one prompt: what the store has of it, and what is in place."""
-
+class _Loading(BlockLookup):
     def __init__(
         self,
         parts: Sequence[Part],
@@ -904,13 +855,11 @@ class _Loading(PrefixSearch):
         self._phase = phase
         self.computing_s = computing_s
         self._placed: list[dict[int, str]] = [{} for _ in parts]
-        """Tier of each block that is in place, by part."""
         self._failed: Counter[str] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
 
     def load(self, found: int) -> int:
-        """Place what is needed of the first ``found`` blocks; returns the length of the prefix that is in place."""
         loaded = found
         if found and self._parts[0].window is None:
             self._place(0, range(found))
@@ -931,7 +880,7 @@ class _Loading(PrefixSearch):
             return True
         start, stop = remaining[0], remaining[-1] + 1
         tally = LoadTally()
-        sink = _From(self._sinks[number], start)
+        sink = _OffsetSink(self._sinks[number], start)
         blocks.load_found(self._hashes[number][start:stop], sink, tally, self._phase, self.computing_s)
         tiers.update(enumerate(tally.tiers, start))
         self.size_bytes += tally.size_bytes
@@ -942,9 +891,7 @@ class _Loading(PrefixSearch):
         return not tally.failed
 
     def tokens_by_tier(self, loaded: int) -> dict[str, int]:
-        """Count the tokens that each tier supplied in the first ``loaded`` blocks, up to the limit. Blocks outside all
-        windows were not loaded; their tokens count for the tier of the first block that was.
-        """
+        """Count the tokens of each tier. Blocks outside all windows count for the first loaded block's tier."""
         tiers = next((part_tiers for part_tiers in self._placed if part_tiers), {})
         nearest = next(iter(tiers.values()), "")
         tokens: Counter[str] = Counter()
@@ -959,7 +906,7 @@ class _Loading(PrefixSearch):
         return {reason: 1, "behind a failed block": blocks - 1} if blocks > 1 else {reason: 1}
 
 
-class _From:
+class _OffsetSink:
     """Sink whose block 0 is block ``first`` of ``sink``."""
 
     def __init__(self, sink: BlockSink, first: int) -> None:

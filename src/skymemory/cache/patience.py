@@ -1,55 +1,72 @@
-"""Limits of a prompt's wait for a store: a share of the time to compute its blocks, or twice the store's p99.
-
-Both are measured: compute time by ``ComputeRate``, latencies of the store's calls by ``Latencies``.
-"""
+"""Limits of a prompt's wait for a store: a share of its measured compute time, or twice the store's p99."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE_SHARE = 0.1
-"""Share of the compute time that may be lost by waiting for a store that does not answer."""
+"""Share of the compute time that may be lost to a silent store."""
 TIMES_P99 = 2.0
 MIN_PATIENCE_S = 0.02
-"""Least wait. A call passes to a thread, from there to the tier, and back, and each time another thread may hold the
-interpreter for a switch interval (5 ms). A shorter wait would measure the computer, not the tier.
+"""Least wait. On the way threads may each wait a switch interval (5 ms): less would measure the computer, not
+the tier.
 """
 
 _KEPT_CALLS = 128
 _ALIKE = 4
-"""Calls are alike if their bytes differ by at most this factor."""
+"""Largest ratio of the bytes of similar calls."""
 _ENOUGH_ALIKE = 8
 _MIN_PASS_TOKENS = 8
 _KEPT_SHARE = 0.75
-"""Weight of all earlier passes when a pass is added."""
+"""Weight of earlier passes when a pass is added."""
 
 # The compute time belongs to the calling thread's context and is not an argument: it applies to a call through any
 # number of wrappers and tiers.
 _RECOMPUTE_COST_S: ContextVar[float | None] = ContextVar("recompute_cost_s", default=None)
+_ENDS_S: ContextVar[float] = ContextVar("ends_s", default=math.inf)
 
 
 def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float:
-    """Return how long the calling thread waits for a call of ``size_bytes``; infinite without a ``recompute_cost``."""
+    """Return how long to wait for a call of ``size_bytes``; infinite without a ``recompute_cost`` and outside
+    ``ending_within``.
+    """
     cost_s = _RECOMPUTE_COST_S.get()
     if cost_s is None:
-        return math.inf
+        return left_s()
     p99_s = latencies.p99_s(size_bytes) if latencies is not None else None
-    return max(PATIENCE_SHARE * cost_s, TIMES_P99 * (p99_s or 0.0), MIN_PATIENCE_S)
+    return min(left_s(), max(PATIENCE_SHARE * cost_s, TIMES_P99 * (p99_s or 0.0), MIN_PATIENCE_S))
+
+
+@contextmanager
+def ending_within(seconds: float) -> Iterator[None]:
+    """Give all waits of the context one deadline together, or an earlier one that it has already."""
+    token = _ENDS_S.set(min(_ENDS_S.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _ENDS_S.reset(token)
+
+
+def left_s() -> float:
+    """Return the seconds until the deadline of ``ending_within``; infinite outside."""
+    ends_s = _ENDS_S.get()
+    return ends_s if ends_s == math.inf else max(0.0, ends_s - time.monotonic())
 
 
 def patience_while_computing_s(computing_s: float, latencies: Latencies, size_bytes: int) -> float:
-    """Return how long a load may take while its prompt is computed: until that is done, waiting costs nothing."""
+    """Return how long a load may take while its prompt is computed."""
     p99_s = latencies.p99_s(size_bytes) or 0.0
     return max((1 + PATIENCE_SHARE) * computing_s, TIMES_P99 * p99_s, MIN_PATIENCE_S)
 
 
 @contextmanager
 def recompute_cost(seconds: float | None) -> Iterator[None]:
-    """Set the time to compute the requested blocks instead of loading them (None: unknown) for the context."""
+    """Set the time to compute the requested blocks instead (None: unknown)."""
     token = _RECOMPUTE_COST_S.set(seconds)
     try:
         yield
@@ -58,10 +75,7 @@ def recompute_cost(seconds: float | None) -> Iterator[None]:
 
 
 class ComputeRate:
-    """Compute time of a prompt's tokens, from measured forward passes; later passes weigh more.
-
-    It ignores that attention grows with the prompt: for a long prompt the result is too low.
-    """
+    """Compute time of tokens, from measured passes. Ignores that attention grows: too low for long prompts."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -69,11 +83,10 @@ class ComputeRate:
         self._assumed_token_s: float | None = None
 
     def assume(self, token_s: float) -> None:
-        """Assume these seconds per token until a pass has been measured."""
         self._assumed_token_s = token_s
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Add a measured pass. A pass over a few tokens (a decoding step) does not measure prompts and is ignored."""
+        """Add a pass; a pass over a few tokens (decoding) is ignored."""
         if tokens >= _MIN_PASS_TOKENS:
             self._tokens = self._tokens * _KEPT_SHARE + tokens
             self._seconds = self._seconds * _KEPT_SHARE + seconds
@@ -83,14 +96,13 @@ class ComputeRate:
         return self._tokens > 0
 
     def seconds(self, tokens: int) -> float | None:
-        """Return the expected seconds for ``tokens``; None if nothing was measured or assumed."""
         if self._tokens:
             return tokens * self._seconds / self._tokens
         return None if self._assumed_token_s is None else tokens * self._assumed_token_s
 
 
 class Latencies:
-    """Latencies of the last calls of a kind. Adding a call while another thread reads a percentile is harmless."""
+    """Latencies of the last calls; ``record`` and ``p99_s`` may run concurrently."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=_KEPT_CALLS)
@@ -99,11 +111,7 @@ class Latencies:
         self._calls.append((size_bytes, seconds))
 
     def p99_s(self, size_bytes: int = 0) -> float | None:
-        """Return the 99th percentile for calls that move ``size_bytes``; None before the first call.
-
-        For fewer than a hundred calls it is the longest, so a single slow call extends the wait for later calls. If few
-        calls moved about as many bytes, all count, smaller calls scaled up at their rate.
-        """
+        """Return the 99th percentile of calls of similar size; if those are few, of all, smaller calls scaled up."""
         calls = list(self._calls)
         if not calls:
             return None

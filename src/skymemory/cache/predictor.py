@@ -1,10 +1,9 @@
-"""Prediction of recurring prompts and their times, from the times of their sightings. Has no clock.
+"""Prediction of recurring prompts from the times of their sightings; has no clock.
 
-A *habit* is a prompt (the blocks that its sightings share) with a local time of day and the days of its sightings.
-These determine if it recurs daily, on working days or weekly. A single sighting, or several on one day, predict
-nothing. Habits with the same first block are separate if they share less than half of their blocks, so a common system
-prompt does not merge documents. Memory is limited by the number of blocks; prompts seen on one day only are evicted
-first, so it must hold the prompts of a day (for weekly habits, of a week).
+A *habit* is a prompt (the blocks that its sightings share) with a local time of day and days. Sightings on a single day
+predict nothing. Habits that share less than half of their blocks are separate: a common system prompt merges no
+documents. Prompts seen on one day only are evicted first, so memory must hold a day's prompts (for weekly habits, a
+week's).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _FOLLOW = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Blocks expected to be requested at about ``at_s``. ``weight``: decayed number of days, or of weeks."""
+    """Blocks expected at about ``at_s``; ``weight`` in decayed days, or weeks."""
 
     keys: tuple[bytes, ...]
     at_s: float
@@ -33,8 +32,8 @@ class Expectation:
 
 
 class Predictor:
-    """Predictor that learns by ``record_prompt`` and predicts by ``expected``. All times are seconds of one clock. Days
-    begin at multiples of ``day_s``, or at midnight in ``zone`` (a name of the tz database; times are then Unix time).
+    """Predictor of prompts; all times are seconds of one clock. Days begin at multiples of ``day_s``, or at midnight in
+    ``zone`` (times are then Unix time).
     """
 
     def __init__(
@@ -47,8 +46,8 @@ class Predictor:
         day_s: float = DAY_S,
         zone: str | None = None,
     ) -> None:
-        """``decay``: factor of a weight per day. It is below ``least_weight``, the threshold of an expectation, so that
-        a single sighting never suffices. Sightings within ``tolerance_s`` of a habit's time belong to it.
+        """``decay``: factor of a weight per day, below the threshold ``least_weight``, so that a single sighting never
+        suffices. ``tolerance_s``: largest distance from a habit's time.
         """
         if not 0 < decay < least_weight:
             raise InvalidInput(f"decay {decay} and least weight {least_weight}: expected 0 < decay < least weight")
@@ -76,7 +75,6 @@ class Predictor:
         return self._once_blocks + self._recurring_blocks
 
     def record_prompt(self, keys: Sequence[bytes], at_s: float) -> None:
-        """Record a request of a prompt with these blocks, from its first block on."""
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
             return
@@ -92,7 +90,7 @@ class Predictor:
         self._make_room()
 
     def expected(self, now_s: float, horizon_s: float) -> list[Expectation]:
-        """Return the prompts expected within ``horizon_s``, each once, soonest first."""
+        """Return the prompts expected within ``horizon_s``, soonest first."""
         expectations = [self._next(habit, now_s, now_s + horizon_s) for habit in self._recurring]
         return sorted((next_one for next_one in expectations if next_one), key=lambda expectation: expectation.at_s)
 
@@ -133,7 +131,6 @@ class Predictor:
         return best
 
     def _day_of(self, habit: Habit, at_s: float) -> int:
-        """Return the day on which the habit's time is nearest to ``at_s``; before midnight this may be the next day."""
         return round((at_s - habit.time_s) / self._day_s)
 
     def _refresh(self, habit: Habit, chain: tuple[bytes, ...], at_s: float) -> None:
@@ -163,7 +160,7 @@ class Predictor:
             self._once_blocks -= len(habit.keys)
 
     def _make_room(self) -> None:
-        """Evict the oldest habits; recurring habits may use three quarters, the remainder is for new habits."""
+        """Evict the oldest; recurring habits may use three quarters."""
         while self._recurring_blocks > max(1, self._capacity_blocks * 3 // 4) and len(self._recurring) > 1:
             self._forget(next(iter(self._recurring)))
         while self.blocks > self._capacity_blocks:
@@ -179,7 +176,7 @@ class Predictor:
 
 
 def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """Return the length of the common prefix, by binary search: equal chained hashes imply equal prefixes."""
+    """Return the length of the common prefix; equal chained hashes imply equal prefixes."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -201,19 +198,19 @@ WEEK_DAYS = 7
 _WEEKS = 3
 _JUDGED_DAYS = 3 * WEEK_DAYS
 KEPT_DAYS = _JUDGED_DAYS + _WEEKS * WEEK_DAYS
-"""Number of days for which sightings are kept: the judged days, and the weeks before each."""
+"""Number of days kept: the judged days, and the weeks before each."""
 
 
 @dataclass(slots=True, eq=False)
 class Habit:
-    """Recurring prompt. Days are day numbers; ``time_s`` is in seconds of the local day."""
+    """Recurring prompt. Days are day numbers; ``time_s`` is local."""
 
     keys: tuple[bytes, ...]
     time_s: float
     day: int
     first_day: int
     seen: int = 1
-    """Bit field: bit n is set if it was seen on day - n."""
+    """Bit n is set if it was seen on day - n."""
 
     @property
     def recurs(self) -> bool:
@@ -227,8 +224,8 @@ class Habit:
         return day <= self.day and bool(self.seen >> (self.day - day) & 1)
 
     def weight_on(self, day: int, *, today: int, decay: float, least_weight: float) -> float | None:
-        """Return the weight of the expectation on ``day`` (after the last sighting, not before ``today``); None if
-        below the threshold. It is in decayed days by the daily rule, in weeks by the weekly rule.
+        """Return the weight on ``day`` (after the last sighting, not before ``today``), in days or (weekly rule) weeks;
+        None below the threshold.
         """
         if day - self.day > KEPT_DAYS:
             return None
@@ -249,7 +246,7 @@ class Habit:
         return weekly_wrong < daily_wrong
 
     def _weights(self, last_day: int, decay: float) -> Iterator[tuple[int, float]]:
-        """Yield each day until ``last_day`` with the decayed weight of the days before it."""
+        """Yield each day with the decayed weight of the days before it."""
         weight = 0.0
         for day in range(max(self.first_day, self.day - KEPT_DAYS + 1), last_day + 1):
             yield day, weight
@@ -269,15 +266,13 @@ _EPOCH = datetime(1970, 1, 1)
 
 
 class LocalTime:
-    """Conversion of Unix seconds to local seconds (since 1970-01-01 00:00 local time) and back; identity without a
-    zone.
+    """Conversion of Unix seconds to local seconds since 1970 and back; identity without a zone.
 
-    In the hour that occurs twice when clocks go back, the first is used; a time in the hour skipped when clocks go
-    forward maps to an hour later.
+    In an hour that occurs twice the first is used; a skipped time maps to an hour later.
     """
 
     def __init__(self, zone: str | None = None) -> None:
-        """``zone``: a name of the tz database, such as Europe/Berlin; None: no conversion."""
+        """``zone``: a name of the tz database."""
         self.zone = zone
         try:
             self._zone = None if zone is None else ZoneInfo(zone)

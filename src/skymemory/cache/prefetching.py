@@ -1,4 +1,4 @@
-"""Prefetch of the prompts that the predictor expects, and the file with its habits."""
+"""Prefetch of expected prompts, and the file with their habits."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ _log = logging.getLogger(__name__)
 
 
 class PrefetchScheduler:
-    """Scheduler of prefetches. Call ``record_prompt`` for every prompt, and ``tick`` more often than every ``lead_s``
-    (``running`` does so in a thread).
+    """Scheduler of prefetches. Call ``record_prompt`` (thread-safe) for every prompt, and ``tick`` more often than
+    every ``lead_s``.
 
-    Prompts expected within ``lead_s`` are prefetched, with up to three attempts. Use a separate store: a prefetch may
-    take seconds, and reads of the same client would wait. ``record_prompt`` is cheap and thread-safe. ``clock``: the
-    store's, Unix time.
+    A prompt expected within ``lead_s`` is prefetched, in up to three attempts. Use a separate store: a prefetch may
+    take seconds. ``clock``: Unix time.
 
-    With ``habits_file`` habits survive the process. The file is read at construction and written by ``tick`` a minute
-    after a sighting, at the end of ``running``, and by ``save``. Use it in one process at a time: the last writer wins.
-    An unusable file is renamed to ``<name>.bad`` with a warning, and learning starts from scratch. A file of a later
-    release is left alone, and nothing is written.
+    ``habits_file`` is read at construction, and written a minute after a sighting, at the end of ``running``, and by
+    ``save``. Use it in one process. An unusable file is renamed to ``<name>.bad``; a file of a later release is left
+    alone, and nothing is written.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class PrefetchScheduler:
         self._lead_s = lead_s
         self._clock = clock
         self._attempts: dict[tuple[bytes, int, float], int] = {}
-        """Attempts by first block, number of blocks and time of an expectation, so that none is prefetched twice."""
         self._lock = threading.Lock()
         self._habits_file = habits_file
         self._unsaved_since_s: float | None = None
@@ -80,7 +77,7 @@ class PrefetchScheduler:
             _log.warning("%s; renamed to %s, habits are learned from scratch", error, aside)
 
     def save(self) -> None:
-        """Write the habits file, if there is one. A failure is counted and logged."""
+        """Write the habits file. A failure is counted and logged."""
         if self._habits_file is None:
             return
         with self._lock:
@@ -99,7 +96,7 @@ class PrefetchScheduler:
                 self._unsaved_since_s = now_s
 
     def tick(self) -> int:
-        """Prefetch what is due; returns the number of values prefetched."""
+        """Prefetch what is due; returns the number of values."""
         now_s = self._clock()
         if self._unsaved_since_s is not None and now_s - self._unsaved_since_s >= _SAVE_S:
             self.save()
@@ -153,7 +150,6 @@ class PrefetchScheduler:
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 << 20
-"""Size limit: four times the size of 100,000 blocks."""
 _MOST_KEY_DIGITS = 128
 
 
@@ -180,8 +176,8 @@ def load_habits(predictor: Predictor, path: Path) -> None:
     """Restore the file's habits into a new predictor.
 
     Raises:
-        InvalidInput: the file cannot be read, is not a habits file, or has another time zone; LaterFile if a later
-            release wrote it.
+        InvalidInput: the file is unreadable, no habits file, or has another time zone; LaterFile if a later release
+            wrote it.
     """
     zone, habits = read_habits(path)
     if zone != predictor.zone:
@@ -190,7 +186,7 @@ def load_habits(predictor: Predictor, path: Path) -> None:
 
 
 def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
-    """Return time zone and habits of the file. Raises InvalidInput."""
+    """Return time zone and habits. Raises InvalidInput."""
     try:
         with open_file(path) as file:
             text = file.read(MAX_FILE_BYTES + 1)

@@ -1,13 +1,7 @@
 """Ctrl-C during imports of libraries ends the command as quickly as at any other time.
 
-Large libraries catch exceptions raised within an import, or fail with another error later: numpy's lazy names recurse,
-transformers names a class that it cannot import. So the first Ctrl-C within an import raises ``KeyboardInterrupt`` as
-usual. Until control returns to the line that started the import:
-
-1. Every other import raises ``KeyboardInterrupt`` too, so that no library goes on loading for seconds.
-2. When control returns to that line, by the end of the import or by another error, ``KeyboardInterrupt`` is raised.
-
-The stack then unwinds, and everything that the command has started is ended.
+Libraries catch exceptions within an import, or fail later with another error. So after a first Ctrl-C every other
+import raises ``KeyboardInterrupt`` too, and so does the line that started the import when control returns to it.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ _IMPORT_SYSTEM = "<frozen importlib"
 
 
 class _Refusal(MetaPathFinder):
-    """Import hook that refuses all imports in the main thread until ``importer`` runs again."""
+    """Import hook that refuses all imports until ``importer`` runs again."""
 
     def __init__(self, importer: FrameType) -> None:
         sys.meta_path.insert(0, self)
@@ -44,7 +38,6 @@ class _Refusal(MetaPathFinder):
 
 
 def _importer(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that started the outermost import below ``frame``; None if nothing is being imported."""
     importer = None
     while frame is not None:
         if frame.f_code.co_filename.startswith(_IMPORT_SYSTEM):
@@ -62,7 +55,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Handle SIGINT as this module describes, unless the process ignores it or has its own handler."""
+    """Handle SIGINT as this module describes, unless the process has its own handler."""
     ours = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""Options that several commands share, and parsers of user input: sizes, shares, durations."""
+"""Options that several commands share, and parsers of user input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wrap ``parse`` as an argparse ``type=`` that keeps the message of its error and shortens the quoted text."""
+    """Wrap ``parse`` as an argparse ``type=`` that keeps its error message."""
 
     def parse_argument(text: str) -> T:
         try:
@@ -32,11 +32,8 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 size = argument(parse_size)
-"""``64MiB`` → bytes."""
 fraction = argument(parse_fraction)
-"""``1%`` or ``0.01`` → 0.01."""
 duration = argument(parse_duration)
-"""``30s`` → seconds."""
 
 
 def _parse_rate(text: str) -> float | None:
@@ -54,11 +51,10 @@ def _parse_rate(text: str) -> float | None:
 
 
 rate = argument(_parse_rate)
-"""``20G`` or ``300Mbit/s`` → bits per second; ``none`` → None, no limit."""
+"""``20G`` or ``300Mbit/s`` → bits per second; ``none`` → None."""
 
 
 def add_links(parser: argparse.ArgumentParser) -> None:
-    """Add a constellation, the host's place and the rates of links."""
     add = parser.add_argument
     add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
     add("--lat", type=float, metavar="DEG", help="latitude of the host (default: the preset's)")
@@ -71,7 +67,6 @@ def add_links(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    """Add ``--run-dir``: the folder of the constellation's plan, pid files, logs and index."""
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -86,7 +81,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
-    """Add ``--satellite``: the satellites' implementation."""
     parser.add_argument(
         "--satellite",
         choices=("python", "c", "mixed"),
@@ -96,22 +90,14 @@ def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
 
 
 def check_serving_installed(model: str | None = None) -> None:
-    """Check without imports that an engine can serve ``model``.
-
-    Raises:
-        MissingExtra: a package is missing.
-    """
+    """Check without imports that an engine can serve ``model``; raise ``MissingExtra``."""
     from skymemory.engine.inputs import check_engine_installed
 
     check_engine_installed(model, "serving", {"router": ("aiohttp", "msgspec", "prometheus_client", "zmq")})
 
 
 def check_router_installed(*more: str, extras: str = "router") -> None:
-    """Check without imports that the extra 'router' and the packages ``more`` are installed.
-
-    Raises:
-        MissingExtra: a package is missing.
-    """
+    """Check without imports that extra and packages are installed; raise ``MissingExtra``."""
     _check_installed("this verb", "aiohttp", "msgspec", "prometheus_client", *more, extras=extras)
 
 
@@ -129,7 +115,7 @@ _ADVICE = {
 
 
 def os_error(error: OSError) -> str:
-    """Return a system error for users: the file, the reason and advice, without a number."""
+    """Return a system error for users, with advice."""
     reason = os_reason(error)
     # Not for a file that this program refuses to read.
     if error.errno in _ADVICE and reason == os.strerror(error.errno):
@@ -138,7 +124,6 @@ def os_error(error: OSError) -> str:
 
 
 def token_ids(text: str) -> tuple[int, int]:
-    """Parse ``300-1000`` to 300, 1000."""
     first, dash, last = text.partition("-")
     if not dash or not first.isdecimal() or not last.isdecimal() or parse_whole(last) - parse_whole(first) < 15:
         # At least 16 ids: with fewer ids, random prompts would share prefixes by chance, and hits would be measured

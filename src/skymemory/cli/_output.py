@@ -1,7 +1,5 @@
-"""Standard output and standard error of the command: no character, closed pipe or full disk ends it with a traceback.
-
-Text is written in the encoding of the stream: UTF-8 in most locales, Python's own rule in the locale C, or the encoding
-in PYTHONIOENCODING. Characters that the encoding lacks are replaced by ``to_ascii``.
+"""Standard output and standard error of the command: no character, closed pipe or full disk ends it with a
+traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from skymemory.errors import SkyMemoryError, os_reason
 from skymemory.text import write_line
 
 PLAIN = "skymemory.plain"
-"""Name of the error handler that writes the plain form of characters that an encoding lacks."""
 
 _PLAIN_FORMS = {
     "→": "->", "←": "<-", "↔": "<->", "↑": "^", "↓": "v", "⇒": "=>",
@@ -49,7 +46,7 @@ def _plain_form(character: str) -> str:
 
 
 def to_ascii(text: str) -> str:
-    """Return ``text`` in ASCII: plain forms of arrows, signs, boxes and letters, all else as ``?``."""
+    """Return ``text`` in ASCII: plain forms, all else as ``?``."""
     return "".join(character if character.isascii() else _plain_form(character) for character in text)
 
 
@@ -63,7 +60,7 @@ codecs.register_error(PLAIN, _write_plain)
 
 
 def prepare_streams(*, read_by_ours: bool = False) -> None:
-    """Let both streams write any text; in UTF-8 if a program of this project reads them (``read_by_ours``)."""
+    """Let both streams write any text; in UTF-8 if a program of this project reads them."""
     # A stream that was closed (``>&-``) is None, which few callers expect; its text is discarded.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -80,14 +77,12 @@ def prepare_streams(*, read_by_ours: bool = False) -> None:
 
 
 class OutputLost(SkyMemoryError):
-    """Failure of standard output: a full disk, or a device error."""
-
     def __init__(self, error: OSError) -> None:
         super().__init__(f"cannot write to standard output: {os_reason(error)}")
 
 
 def flush_output() -> None:
-    """Write out the buffer of standard output.
+    """Flush standard output.
 
     Raises:
         BrokenPipeError: the reader has closed the pipe.
@@ -114,7 +109,7 @@ def discard_unwritten() -> None:
 
 
 def is_output_lost(error: OSError) -> bool:
-    """Return True if ``error``, which names no file, came from standard output: a test write there fails too."""
+    """Return True if a test write to standard output fails as well; ``error`` names no file."""
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         return False
     try:
@@ -126,7 +121,7 @@ def is_output_lost(error: OSError) -> bool:
 
 
 def print_error(message: object) -> None:
-    """Print one line on standard error, wrapped at words on a terminal; discard it if it cannot be written."""
+    """Print a line on standard error."""
     try:
         write_line(f"skymemory: {message}", sys.stderr)
     except OSError:

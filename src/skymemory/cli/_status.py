@@ -35,21 +35,17 @@ _NO_SUMS = {"late_us", *OURS.figures()}
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """State of the host processes of this computer and the satellites' answers."""
-
     plan: ConstellationPlan
     hosts: list[HostState]
     answers: dict[SatelliteId, Housekeeping | None]
     where: str
     index: tuple[JournalState, int] | None = None
-    """State of the local index and its number of values."""
 
     @property
     def healthy(self) -> bool:
         return all(answer is not None for answer in self.answers.values())
 
     def answering(self, host: str) -> tuple[int, int]:
-        """Return how many satellites of ``host`` answer, and how many it has."""
         mine = [satellite for satellite, _ in self.plan.addresses_of(self.plan.host_named(host))]
         return sum(self.answers[satellite] is not None for satellite in mine), len(mine)
 
@@ -61,13 +57,11 @@ class StatusReport:
 
     @property
     def wrong_clocks(self) -> list[SatelliteId]:
-        """Satellites whose clock differs from this computer's by more than the plan tolerates."""
         bound_us = tolerated_skew_s(self.plan) * 1e6
         return [satellite for satellite, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
 
     @property
     def of_older_releases(self) -> int:
-        """Number of satellites that report no capabilities, or lack operations of this release."""
         known = [Capabilities.of_figures(answer) for answer in self.answers.values() if answer]
         return sum(
             not capabilities.stated or bool(OURS.operations & ~capabilities.operations) for capabilities in known
@@ -85,7 +79,7 @@ class StatusReport:
 
 
 def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) -> StatusReport:
-    """Inspect the run directory's processes (none, if a plan file is given) and ping every satellite."""
+    """Inspect the run directory's processes (unless a plan file is given) and ping every satellite."""
     if plan_path is not None:
         plan = load_plan(plan_path)
         hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
@@ -168,7 +162,6 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
 
 
 def _links(report: StatusReport) -> dict[str, dict[str, float | int | None]] | None:
-    """Return the available rate, lost packets and queued bytes of each link class; None without links."""
     links = report.plan.links
     if links is None:
         return None

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
-"""Copy of ``protocol.client.gateway.ACCESS_MODES``, without its import, and ``los``, an alias of ``ideal``."""
+"""Copy of ``protocol.client.gateway.ACCESS_MODES``, without its import, and its alias ``los``."""
 _DEFAULT_PLACE = (40.0, -75.0)
 
 
@@ -99,7 +98,6 @@ def add_parser(subparsers: Subparsers) -> None:
     add_run_dir(attach)
 
     _add_failures(verbs)
-    layout.add_parser(verbs)
     _add_satellite(subparsers)
 
 
@@ -134,7 +132,6 @@ def _add_satellite(subparsers: Subparsers) -> None:
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add geometry, memory, authentication and faults; omitted options have the preset's defaults."""
     add = parser.add_argument
     add("--preset", metavar="NAME", help="geometry of the constellation (default: testbed-19x5)")
     add("--tle", type=Path, metavar="FILE", help="fly real satellites: element sets, two-line or OMM; with --shell")
@@ -212,7 +209,6 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ground_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the host's place and its access to satellites."""
     parser.add_argument(
         "--access",
         choices=ACCESS_CHOICES,
@@ -295,7 +291,6 @@ def run(args: argparse.Namespace) -> int:
         "rotate": _rotate,
         "plan": _write_plan,
         "attach": _attach,
-        "layout": layout.run,
         "disable": _disable,
         "enable": _enable,
         "revive": _revive,
@@ -566,7 +561,6 @@ def _attach(args: argparse.Namespace) -> int:
 
 
 def _fragments(plan: ConstellationPlan) -> str:
-    """Return a sentence if packets with a chunk are fragmented; otherwise an empty string."""
     from skymemory.protocol.auth import MAC_BYTES
     from skymemory.protocol.client.transfer import CHUNK_OVERHEAD_BYTES
     from skymemory.transport.udp_socket import largest_whole_bytes
@@ -582,7 +576,6 @@ def _fragments(plan: ConstellationPlan) -> str:
 
 
 def _hosts_heard(plan: ConstellationPlan) -> str:
-    """Describe which hosts of the plan answer, and whether their clocks agree with this computer's."""
     from skymemory.protocol.auth import MAX_SKEW_S
     from skymemory.testbed.control import host_clocks_s
 
@@ -631,9 +624,8 @@ def _run_satellite(args: argparse.Namespace) -> int:
 
 
 def _preset_of(args: argparse.Namespace) -> Preset:
-    """Return the preset of the options, or the shell of real satellites; a file is read only once."""
-    from skymemory.cli.passes import flown_shell
     from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+    from skymemory.testbed.element_files import flown_shell
 
     if args.tle is None:
         if args.shell is not None or args.skip_bad:
@@ -718,10 +710,7 @@ def _check_has_an_orbit(args: argparse.Namespace) -> None:
 
 
 def _auth_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fields ``auth`` and ``keys_file`` of a plan.
-
-    New keys go into the run directory, or next to a written plan.
-    """
+    """Return ``auth`` and ``keys_file``; new keys go into the run directory, or next to a written plan."""
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.plan import DEFAULT_AUTH
 

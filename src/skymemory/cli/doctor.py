@@ -74,13 +74,14 @@ def run(args: argparse.Namespace) -> int:
     other = None if args.compare is None else read_json(args.compare, expected, _MOST_BYTES)
     from transformers.utils import logging as transformers_logging
 
-    from skymemory.engine.doctor import examine
+    from skymemory.engine.doctor import examine, open_in_time
     from skymemory.engine.models import ready_model
     from skymemory.testbed.open_store import open_store
 
     transformers_logging.disable_progress_bar()
     # Before the model, which takes seconds: the address may be wrong.
-    with open_store(args.store or "memory://1GiB") as store:
+    address = args.store or "memory://1GiB"
+    with open_in_time(lambda: open_store(address), lambda late: late.close()) as store:
         ready = ready_model(args.model, dtype=args.dtype)
         result = examine(
             ready.model,

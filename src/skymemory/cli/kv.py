@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from skymemory.store.base import Store
 
 
-class NotStored(SkyMemoryError):
-    """Key that the store does not hold, or no longer holds completely."""
+class NotStored(SkyMemoryError): ...
 
 
 _MAX_VALUE_BYTES = 2**32 - 1
-"""Largest value: its size is a 32-bit number on the wire."""
+"""Largest value that the wire's 32 bits can state."""
 
 
 def _lifetime(text: str) -> float:
@@ -255,7 +254,6 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
 
 
 def _key_hint(key: str) -> str:
-    """Return a hint for users who typed a path."""
     name = Path(key).name
     return f"; keys are names, not paths: did you mean {name!r}?" if name and name != key else ""
 

@@ -1,13 +1,13 @@
 """The ``skymemory`` command: loads a verb, runs it, and prints its errors in one line.
 
-A verb is a module of this folder with ``add_parser(subparsers)`` and ``run(args) -> int``; ``_IN_FILE_OF`` lists the
-verbs that share a module. Only the module of the typed verb is imported, and verbs import heavy modules inside ``run``:
-a map is drawn without numpy, a satellite starts without torch.
+A verb is a module with ``add_parser(subparsers)`` and ``run(args) -> int``: of this folder, or an entry point
+``skymemory.verbs`` of another distribution. Only its module is imported, and heavy modules only inside ``run``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import pkgutil
@@ -30,7 +30,7 @@ from skymemory.cli._output import (
     print_error,
 )
 from skymemory.config import suggestion
-from skymemory.errors import InvalidInput, SkyMemoryError, quoted
+from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError, quoted
 from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
@@ -42,36 +42,48 @@ EXIT_INVALID_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 END_WITH_STDIN = "--end-with-stdin"
-"""Option before a verb, for parent processes: the verb ends when its standard input is closed."""
+"""Option for parent processes: the verb ends when its standard input is closed."""
 # Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
-"""Time from the end of standard input until the process exits, even if its verb still runs."""
 
-_IN_FILE_OF = {
-    "epp": "route",
-    "figures": "reproduce",
-    "prefetch": "kv",
-    "satellite": "constellation",
-    "shells": "passes",
-    "vllm-args": "serve",
-}
+_IN_FILE_OF = {"epp": "route", "prefetch": "kv", "satellite": "constellation"}
+_LABORATORY = frozenset(
+    ("breakeven", "cluster", "demo", "figures", "fit", "layout", "optimise", "passes", "replay", "reproduce")
+    + ("serve", "shells", "simulate")
+)
+"""Verbs of the distribution ``skymemory-lab``, known here for the hint if it is not installed."""
 _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 
 
 def verb_names() -> list[str]:
-    folders = [os.path.dirname(__file__)]
-    files = (
-        module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")
-    )
-    return sorted({*files, *_IN_FILE_OF} - {"main"})
+    return sorted({*_own_modules(), *_registered_modules()})
+
+
+def _own_modules() -> dict[str, str]:
+    names = (module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)]))
+    files = {name.replace("_", "-"): name for name in names if not name.startswith("_") and name != "main"}
+    return {verb: f"skymemory.cli.{name}" for verb, name in {**files, **_IN_FILE_OF}.items()}
+
+
+@functools.cache
+def _registered_modules() -> dict[str, str]:
+    from importlib import metadata  # imported late: it takes 30 ms, and our own verbs do without
+
+    return {point.name: point.value for point in metadata.entry_points(group="skymemory.verbs")}
+
+
+def _module_of(verb: str) -> str | None:
+    return _own_modules().get(verb) or _registered_modules().get(verb)
 
 
 def _load(verb: str) -> ModuleType:
-    return importlib.import_module(f"skymemory.cli.{_IN_FILE_OF.get(verb, verb).replace('-', '_')}")
+    module = _module_of(verb)
+    assert module is not None, verb
+    return importlib.import_module(module)
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help formatter for narrow terminals: shortens a long usage line to ``[options]`` and wraps lists of choices."""
+    """Help formatter for narrow terminals."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
@@ -96,7 +108,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser whose errors are one line with a suggestion, without a list of all options."""
+    """Parser whose errors are one line with a suggestion."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
@@ -122,7 +134,7 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write the message. Unlike argparse's method, it does not hide a failure to write."""
+        """Write the message; unlike argparse, raise if that fails."""
         if message and file is not None:
             file.write(message)
 
@@ -133,25 +145,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the complete command, or only of ``verbs``."""
+    """Return the parser of the command, or only of ``verbs``."""
+    verbs = verb_names() if verbs is None else verbs
     parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",
-        epilog="Start with:  skymemory demo --quick",
+        epilog="Start with:  skymemory demo --quick" if "demo" in verbs else None,
     )
     parser.add_argument("--version", action="version", version=f"skymemory {skymemory.__version__}")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for file in dict.fromkeys(_IN_FILE_OF.get(verb, verb) for verb in (verb_names() if verbs is None else verbs)):
-        _load(file).add_parser(subparsers)
+    for verb in {_module_of(verb): verb for verb in verbs}.values():
+        _load(verb).add_parser(subparsers)
     return parser
 
 
-def _check_verb(word: str, names: Sequence[str]) -> None:
-    if word in names or word in _OPTIONS_BEFORE_VERB:
+def _check_verb(word: str) -> None:
+    if word in _OPTIONS_BEFORE_VERB or _module_of(word) is not None:
         return
     if word.startswith("-"):
         raise InvalidInput(f"no option {word!r} before the verb; {suggestion(word, sorted(_OPTIONS_BEFORE_VERB))}")
-    raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, names)}")
+    if word in _LABORATORY:
+        from skymemory.installation import laboratory_command
+
+        raise MissingExtra(f"the laboratory, which has the verb {word!r}, is not installed: {laboratory_command()}")
+    raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, verb_names())}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,12 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    names = verb_names()
     # Only the typed verb's module is loaded: a help page or an error should not wait for all imports.
     if arguments:
-        _check_verb(arguments[0], names)
-    only = [arguments[0]] if arguments and arguments[0] in names else None
-    parser = build_parser(only)
+        _check_verb(arguments[0])
+    is_option = not arguments or arguments[0] in _OPTIONS_BEFORE_VERB
+    parser = build_parser(None if is_option else arguments[:1])
     if not arguments:
         parser.print_help()
         return EXIT_INVALID_INPUT

@@ -1,8 +1,7 @@
-"""The router's front ends: ``skymemory route``, an OpenAI-compatible proxy, and ``skymemory epp``, an endpoint picker.
+"""The router's front ends: ``skymemory route``, an OpenAI-compatible proxy, and ``skymemory epp``, Envoy's endpoint
+picker.
 
-The picker serves Envoy and gateways built on it. Flags become a table of settings (``_flags``, ``_picker_flags``),
-equal to that of a settings file; they override the file. A flag that is not given is absent from the table, so that the
-file's value or the default applies.
+Flags become a table of settings that overrides the file's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.keys import KeyRing
     from skymemory.router.envoy.server import EndpointPicker
-    from skymemory.router.http.check import Found
+    from skymemory.router.http.check import ServerCheck
     from skymemory.router.settings import Settings
 
 
@@ -162,7 +161,7 @@ def _route(args: argparse.Namespace) -> int:
 
 
 def _run_server(server: Coroutine[Any, Any, int | None]) -> int:
-    """Run until the server ends; with uvloop if it is installed, because it takes less time per request."""
+    """Run until the server ends; uvloop takes less time per request."""
     import asyncio
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -209,7 +208,6 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _backends(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the servers of the flags; they replace the file's servers."""
     if args.elastic and not (args.prefill and args.decode):
         raise InvalidInput("route: --elastic is about the engines of --prefill and --decode: name some of each")
     elastic = {"elastic": True} if args.elastic else {}
@@ -219,7 +217,7 @@ def _backends(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json: bool) -> int:
-    """Execute ``--check``: print the state of each server. Exit code 1 if a server has a problem."""
+    """Print the state of each server. Exit code 1 if a server has a problem."""
     import asyncio
 
     from skymemory.router.http.check import check
@@ -236,7 +234,7 @@ def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json:
     return int(problems > 0)
 
 
-def _lines(found: Found) -> list[str]:
+def _lines(found: ServerCheck) -> list[str]:
     lines = [f"{found.name}  {found.url}" if found.name not in found.url else found.url, f"  health   {found.health}"]
     if found.metrics:
         lines.append(f"  metrics  {found.metrics}")
@@ -465,14 +463,12 @@ def _print(line: str) -> None:
 
 
 def _without_unset(table: dict[str, Any]) -> dict[str, Any]:
-    """Remove flags that were not given from a table of settings."""
     tables = {key: _without_unset(value) if isinstance(value, dict) else value for key, value in table.items()}
     # An empty table would replace the file's.
     return {key: value for key, value in tables.items() if value is not None and value != {}}
 
 
 def _option(text: str) -> tuple[str, object]:
-    """Parse ``name=value``; the value becomes a number or a boolean if possible."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")

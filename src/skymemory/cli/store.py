@@ -70,8 +70,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from skymemory.serving.resp.commands import Commands
-    from skymemory.serving.resp.server import Daemon, Limits
+    from skymemory.store.redis_server.commands import Commands
+    from skymemory.store.redis_server.server import Daemon, ServerLimits
     from skymemory.testbed.open_store import open_store
     from skymemory.testbed.run_directory import RunDirectory
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         commands = Commands(
             store, password=password, in_flight_bytes=args.in_flight, held_bytes=args.hold, wait_s=args.stall
         )
-        daemon = Daemon(commands, Limits(args.connections, largest, args.stall), tls)
+        daemon = Daemon(commands, ServerLimits(args.connections, largest, args.stall), tls)
         listeners: list[tuple[ListenAddress, socket.socket]] = []
         try:
             for address in addresses:
@@ -124,7 +124,7 @@ def _parse(text: str) -> ListenAddress:
 
 
 def _listen(address: ListenAddress) -> socket.socket:
-    from skymemory.serving.resp.server import listen_at
+    from skymemory.store.redis_server.server import listen_at
 
     try:
         return listen_at(address)

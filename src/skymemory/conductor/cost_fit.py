@@ -1,10 +1,7 @@
 """Fitting of cost models to measurements of an engine, and their file format.
 
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. This is
-the law of the cost model with two changes: the cost of attention is fitted instead of counted, because attention
-reaches a different share of the machine's speed than matrix multiplications (``attention_flops`` becomes the equivalent
-at that share), and each cached token has a cost. Decoding steps: ``fixed + per_request·batch + max(reading,
-computing)``. Computing follows from the prefills; the memory bandwidth is searched.
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Decoding
+steps: ``fixed + per_request·batch + max(reading, computing)``.
 
 Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
 few disturbed measurements do not move the fit.
@@ -27,7 +24,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of relative errors in the weights, so that two exact points do not dominate the others."""
+"""Floor of errors, so that two exact points do not dominate."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -35,7 +32,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """Measured seconds to the first token of a prompt of ``tokens``, ``cached`` of them cached, on an idle engine."""
+    """Measured seconds to the first token on an idle engine."""
 
     tokens: int
     cached: int
@@ -44,7 +41,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """Measured step of ``batch`` requests with ``kv_tokens`` of context in total."""
+    """Measured step, with the context of all requests."""
 
     batch: int
     kv_tokens: float
@@ -52,9 +49,9 @@ class DecodePoint:
 
 
 def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Machine | None = None) -> CostModel:
-    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops``.
+    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and ``attention_flops``.
 
-    Without a ``machine`` its speed is the measured speed, and ``mfu`` is 1.
+    Without a ``machine``, ``mfu`` is 1.
 
     Raises:
         InvalidInput: too few lengths, times that do not grow with the prompts, or a speed above the machine's.
@@ -92,8 +89,6 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
 def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
     """Fit ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth.
 
-    For a measured machine (``mfu`` 1) the fitted bandwidth becomes the machine's.
-
     Raises:
         InvalidInput: fewer than three points, or none above 0 s.
     """
@@ -124,7 +119,6 @@ class Errors:
     mean: float
     worst: float
     bias: float
-    """Mean of the signed errors; positive if the predictions are too slow."""
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
@@ -159,10 +153,9 @@ def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> Co
 def _fitted(
     parts: Sequence[Column], target: Column, scale: Column | None = None, needed: Sequence[int] = (1,)
 ) -> list[float]:
-    """Return the non-negative factors of ``parts`` whose sum is nearest to ``target``; errors are divided by ``scale``.
+    """Return the non-negative factors of ``parts`` with the least mean absolute error, divided by ``scale``.
 
-    Minimises the mean absolute error by iteratively reweighted least squares. Each round tries every subset of the
-    parts that are not ``needed`` (at most sixteen) and keeps the best subset without a negative factor.
+    Iteratively reweighted least squares; ``needed`` parts are never left out.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)
@@ -204,7 +197,7 @@ T = TypeVar("T")
 
 
 def dump(cost: CostModel, notes: Mapping[str, Any] | None = None) -> str:
-    """Return ``cost`` as JSON; ``notes`` record its origin and are ignored by ``parse``."""
+    """Return ``cost`` as JSON; ``parse`` ignores ``notes``."""
     return json.dumps({"format": FORMAT, **asdict(cost), "notes": dict(notes or {})}, indent=1) + "\n"
 
 
@@ -231,7 +224,6 @@ def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _filled(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Return a ``kind`` of ``values``, each checked against the type of its field."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     place = f"{where}: " if where else ""
     for name, value in values.items():

@@ -1,14 +1,11 @@
-"""The servers of a router, and the picker, which chooses a server per request.
-
-The HTTP proxy, Envoy's endpoint picker and the simulator use it. It narrows the choice in this order:
+"""The servers of a router, and the picker, which chooses a server per request in this order:
 
 1. Servers that take requests: healthy, not draining, in the requested subset.
 2. Of these, servers that have the request's LoRA adapter loaded, or have room for it.
 3. The servers with the strategy's highest score.
 4. Among equal scores, a draw from a seeded sequence.
 
-A server keeps its *slot*, a small number, while it is in the fleet; indices store sets of servers as bits of an integer
-by slot. A slot is reused only after ``Picker.remove`` made the scorer forget the server.
+A server keeps its *slot*, a small number, while it is in the fleet.
 """
 
 from __future__ import annotations
@@ -17,55 +14,46 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from skymemory.conductor.request import Decision, Explanation, Names, Plan, Request
+from skymemory.conductor.request import Decision, Explanation, Names, PromptPlan, Request
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
-"""Requests by which a server's queue must be shorter for it to load the adapter too.
-
-The comparison is with the shortest queue among servers with the adapter. Loading takes about as long as a few prefills.
-"""
+"""Lead in queued requests from which a server loads the adapter too."""
 _MASK = (1 << 64) - 1
 _KEPT = 0.95
-"""Decay of earlier prompts per new prompt, in the ratio of our tokens to the engine's."""
+"""Decay per prompt, in the ratio of our tokens to the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTotals:
-    """Counters of an engine over all requests since its start, in tokens of its own tokenizer."""
+    """Counters of an engine since its start, in tokens of its own tokenizer."""
 
     requests: float
     tokens: float
     computed: float
-    """Uncached prompt tokens."""
     seconds: float
-    """Sum over requests of the prefill times."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
-    """Metrics of an engine as of ``at_s``; None: not reported."""
+class ReportedLoad:
+    """Metrics of an engine; None: not reported."""
 
     at_s: float
     waiting: int = 0
     running: int = 0
     kv_usage: float = 0.0
-    """Used share of its KV cache, 0 to 1."""
+    """Used share, 0 to 1."""
     cache_blocks: int | None = None
-    """Capacity of its KV cache in blocks."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
-    """Loaded or loading LoRA adapters."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
     tokens: float = 0.0
-    """Tokens read and generated since its start, if reported."""
+    """Tokens read and generated since its start."""
 
 
 class Server:
-    """State of one server; ``reported`` is its last report, None before the first."""
-
     __slots__ = (
         "_draining",
         "_engine_tokens",
@@ -83,13 +71,11 @@ class Server:
     def __init__(self, name: str, slot: int, fleet: Fleet | None = None) -> None:
         self.name = name
         self.slot = slot
-        self.reported: LoadReport | None = None
+        self.reported: ReportedLoad | None = None
         self.in_flight = 0
-        """Requests sent to it that have not ended."""
         self.prefilling = 0
-        """Requests in flight that have not had their first byte."""
         self.prefill_tokens = 0.0
-        """Estimated prefill backlog of ``prefilling`` requests: prompt tokens less matched tokens."""
+        """Prefill backlog: prompt tokens less matched tokens."""
         self._healthy, self._draining = True, False
         self._fleet = fleet
         self._read_tokens = self._engine_tokens = 0.0
@@ -111,7 +97,6 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """True: it finishes its requests and gets no new requests."""
         return self._draining
 
     @draining.setter
@@ -128,7 +113,7 @@ class Server:
             self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
-        """Record that a prompt of ``read`` tokens by our count had ``reported`` tokens by the engine's usage."""
+        """Record a prompt's tokens by our count and by the engine's usage."""
         if read and reported:
             self._read_tokens = self._read_tokens * _KEPT + read
             self._engine_tokens = self._engine_tokens * _KEPT + reported
@@ -138,14 +123,12 @@ class Server:
         """Our tokens per token of the engine; 1 before its first report."""
         return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
 
-    def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
+    def fresh_report(self, now_s: float, stale_s: float) -> ReportedLoad | None:
         report = self.reported
         return report if report is not None and now_s - report.at_s <= stale_s else None
 
 
 class Fleet:
-    """Servers by name."""
-
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
         self._free_slots: list[int] = []
@@ -154,7 +137,6 @@ class Fleet:
 
     @property
     def available(self) -> tuple[Server, ...]:
-        """Servers that take requests, in the order of their addition; cached until a server changes."""
         available = self._available
         if available is None:
             available = self._available = tuple(server for server in self.servers.values() if server.takes_requests)
@@ -170,7 +152,7 @@ class Fleet:
         return len(self.servers)
 
     def add(self, name: str) -> Server:
-        """Add a server, which counts as healthy.
+        """Add a healthy server.
 
         Raises:
             InvalidInput: the name is taken.
@@ -186,7 +168,7 @@ class Fleet:
         return server
 
     def remove(self, name: str) -> Server | None:
-        """Remove a server. The next added server reuses its slot, so scorers must have forgotten it by then."""
+        """Remove a server. Its slot is reused, so scorers must have forgotten it."""
         server = self.servers.pop(name, None)
         if server is not None:
             self._free_slots.append(server.slot)
@@ -195,16 +177,17 @@ class Fleet:
 
 
 Weights = tuple[tuple[str, Sequence[float]], ...]
-RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
-"""Entry of one server in a ranking.
+RankedServer = tuple[
+    float, int, float | None, float | None, PromptPlan | None, float | None, tuple[tuple[str, float], ...]
+]
+"""Entry of one server in a ranking; a plain tuple, because every request creates it.
 
-Score, matched tokens, estimated time to first token and between tokens, plan, estimated compute time, and its figures
-in ``weights``. A plain tuple, because every request creates it.
+Score, matched tokens, time to first token and between tokens, plan, compute time, figures.
 """
 
 
 class Ranking:
-    """Scores and estimates of servers, in the order in which they were passed to ``Scorer.rank``."""
+    """Scores and estimates, in the order of the ranked servers."""
 
     __slots__ = (
         "_compute_s",
@@ -226,27 +209,23 @@ class Ranking:
         reasons: tuple[str, ...] = (),
         weights: Weights = (),
         estimated_tbt_s: Sequence[float] | None = None,
-        plan_at: Callable[[int], Plan] | None = None,
+        plan_at: Callable[[int], PromptPlan] | None = None,
         estimated_compute_s: Sequence[float] | None = None,
     ) -> None:
         self._scores, self._matched = scores, matched_tokens
         self.packed: Sequence[float] | bytes = scores
-        """Scores in the form that a decision keeps."""
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
         self.estimated_tbt_s = estimated_tbt_s
-        """Seconds between tokens, for decode servers."""
         self.plan_at = plan_at
-        """Function that returns the plan of the server at a position; only the chosen server's plan is made."""
 
     @property
     def scores(self) -> Sequence[float]:
-        """Score per server; higher is better, and the picker breaks ties."""
+        """Score per server; higher is better."""
         return self._scores
 
     @property
     def matched_tokens(self) -> Sequence[int] | None:
-        """Prompt tokens that each server is estimated to hold; None if the strategy ignores caches."""
         return self._matched
 
     @property
@@ -255,12 +234,11 @@ class Ranking:
 
     @property
     def estimated_compute_s(self) -> Sequence[float] | None:
-        """Compute part of ``estimated_ttft_s``; if there are plans, they have it instead."""
+        """Part of ``estimated_ttft_s``; plans have it instead."""
         return self._compute_s
 
     @property
     def weights(self) -> Weights:
-        """Named parts of the scores, per server; those of the chosen server become reasons."""
         return self._weights
 
     def best(self) -> Sequence[int]:
@@ -288,7 +266,7 @@ def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
 
 
 class Scorer:
-    """Base of routing strategies. Only ``rank`` is required; a strategy need not learn.
+    """Base of routing strategies. Only ``rank`` is required.
 
     Scorers do no I/O, read no clock and draw no random numbers: equal calls give equal scores.
     """
@@ -299,43 +277,35 @@ class Scorer:
         """Score ``servers`` (at least one) for ``request`` without changing visible state."""
         raise NotImplementedError
 
-    def routed(self, request: Request, server: Server, now_s: float) -> None:
-        """Record that ``request`` is sent to ``server``."""
+    def routed(self, request: Request, server: Server, now_s: float) -> None: ...
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        """Record the first byte of the answer: the server has computed the prompt and holds it.
+        """Record the first byte of the answer: the server holds the prompt.
 
-        ``cached_tokens`` are the prompt tokens that the server reports as cached, if it does.
+        ``cached_tokens``: as reported by the server.
         """
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        """Record the cached tokens that the end of the answer reports.
-
-        Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
-        """
+        """Record the cached tokens that the end of the answer reports."""
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``.
-
-        ``output_tokens`` is the length of the answer, if complete and reported.
-        """
+        """Record the last byte, or a disconnect of the client after ``succeeded``; called before ``corrected``."""
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         """Record that the request ended before its first byte and left nothing in the cache."""
 
     def forget(self, server: Server) -> None:
-        """Drop the state of a server that left the fleet or restarted: its cache is empty."""
+        """Drop the state of a server that left or restarted: its cache is empty."""
 
 
-class NoServer(SkyMemoryError):
-    """No server takes the request now; the message has the reason."""
+class NoServer(SkyMemoryError): ...
 
 
 class Picker:
-    """Chooser of servers, which counts their requests in flight.
+    """Chooser of servers. Not thread-safe.
 
     After a ``pick`` call ``routed`` if the request is sent, then ``succeeded`` (first byte) or ``failed``, and after
-    ``succeeded`` call ``on_request_end``. A retry is ``failed`` and a new ``routed``. Not thread-safe.
+    ``succeeded`` call ``on_request_end``. A retry is ``failed`` and a new ``routed``.
     """
 
     def __init__(self, fleet: Fleet, scorer: Scorer, seed: int = 0) -> None:
@@ -344,7 +314,7 @@ class Picker:
         self._random_state = seed & _MASK
 
     def pick(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Decision:
-        """Choose the best server for ``request`` among the named servers (None: all).
+        """Choose the best server among the named servers (None: all).
 
         Raises:
             NoServer: none of them takes requests.
@@ -404,10 +374,7 @@ class Picker:
     def on_request_end(
         self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
-        """Record the last byte, or a disconnect of the client after the first.
-
-        ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
-        """
+        """Record the last byte, or a disconnect of the client."""
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             if server.in_flight:
@@ -436,7 +403,6 @@ class Picker:
         return server
 
     def _next_random(self) -> int:
-        """Advance splitmix64."""
         self._random_state = (self._random_state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._random_state
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -466,11 +432,10 @@ _PickState = tuple[
     tuple[tuple[str, float], ...],
     int,
 ]
-"""State from which ``Decision.fallbacks`` and ``reasons`` are computed on demand.
+"""State from which the explanation is computed on demand; a plain tuple, because every request creates it.
 
-Scores, reasons for all servers, the ranked servers, their requests in flight, the position of the chosen server, all
-available servers, the adapter's reason, the chosen server's figures, and the number of ties. A plain tuple, because
-every request creates it.
+Scores, reasons, the ranked servers, their requests in flight, the position of the chosen server, all available servers,
+the adapter's reason, the chosen server's figures, and the number of ties.
 """
 
 
@@ -479,7 +444,7 @@ def _explanation(state: _PickState) -> Explanation:
 
 
 def _fallbacks(state: _PickState) -> Names:
-    """Return the other servers by score, then requests in flight; servers without room for the adapter are last."""
+    """Return the other servers by score, then requests in flight; last, servers without room for the adapter."""
     packed, _, servers, in_flight, chosen, available, *_ = state
     scores = unpack_scores(packed)
     by_score = sorted((-scores[at], in_flight[at], server.name) for at, server in enumerate(servers) if at != chosen)
@@ -500,13 +465,9 @@ def _reasons(state: _PickState) -> Names:
 
 
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Return the servers eligible for the adapter, and the reason.
+    """Return the servers with the adapter, or with room for it while the former's queues are long, and the reason.
 
-    Servers with the adapter loaded, plus servers with room for it while the queues of the former are long. If no server
-    has it loaded: the servers with room, else all.
-
-    The adapter is decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix
-    saves.
+    Decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix saves.
     """
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in available]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
@@ -534,8 +495,6 @@ def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tu
 
 
 def _waiting(server: Server, now_s: float) -> int:
-    """Return the requests queued for or in their prefill: the larger of the reported number and ours since the
-    report.
-    """
+    """Return the requests in or before their prefill, as reported or ours."""
     report = server.fresh_report(now_s, ADAPTER_STALE_S)
     return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)

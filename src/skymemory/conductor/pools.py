@@ -1,11 +1,9 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
-Instances change their role one at a time, by draining. The caller samples its instances, calls
-``PoolController.observe`` about once per second, and carries out the returned change: it closes the instance to new
-requests, waits for its last request to end, and opens it in the other role. The controller sees the progress in the
-next samples. It does no I/O and reads no clock.
+The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
+change: it drains the instance and opens it in the other role. The controller does no I/O and reads no clock.
 
-**Control law: need is measured by time, spare capacity by work.** Both are smoothed over time::
+Need is measured by time, spare capacity by work. Both are smoothed over time::
 
     need      prefill   TAIL · queue_s / ttft objective, the mean over instances
               decode    max((1 - idle / tbt_s) / (1 - idle / tbt objective), kv_share), the mean over requests
@@ -17,41 +15,22 @@ next samples. It does no I/O and reads no clock.
 
     load      demand / serving instances; 1: no more work fits within the objective
 
-The need is high if requests are late or about to be. A busy pool within its objective gets no instance.
-
-* Prefill: waits are roughly exponential, so 5 % exceed ``TAIL`` times the mean. The mean itself never reaches the
-  objective, because an admission rule refuses requests that would wait longer.
-* Decode: 0 for a single request, 1 at the objective or with full memory.
-
-The demand is proportional to the work.
-
-* Prefill: the busy share, or the instances needed to work off a queue longer than the objective.
-* Decode: a batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``n / tbt = (1 - shared / tbt) / c`` tokens
-  per second. The first term is this rate over the rate at the objective: a request in such batches has ``idle / (1 - c
-  · tokens per second)`` between its tokens. The second term is the rate over the rate with full memory, at which the
-  batch is ``n / kv_share``. If nothing is shared, the demand is the busy share. The time between tokens is not
-  proportional to work: with an instance less, steps are slower, answers take longer, and batches grow by more than that
-  instance's share. With full memory, ``kv_share`` counts directly.
+A batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per second. Decode
+demand is this rate over the rate at the objective (``idle / (1 - c · rate)`` between tokens) or over the rate with full
+memory (a batch of ``n / kv_share``). ``tbt`` itself is not proportional to work.
 
 An instance moves from pool G to pool R if all of these hold:
 
-1. ``need(R) ≥ high``: below that, requests meet their objectives and a drain would gain nothing.
-2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without the instance. ``growth``
-   is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: requests that R could not take were refused or wait before G, so
-   a larger R sends more work through both pools. If G prefills, its need after the move must be at most 1, too. It is
-   known, because a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
-3. ``load_after · (1 + margin) ≤ load(R)``: the future load of G is below the present load of R by a margin.
+1. ``need(R) ≥ high``.
+2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``. ``growth`` is ``1 + 1 / serving(R)``, at most
+   ``MOST_GROWTH``: a larger R sends more work through both pools. If G prefills, its need after the move is at most 1,
+   too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
+3. ``load_after · (1 + margin) ≤ load(R)``.
 4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
-5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended: the
-   longer a drain takes, the more a wrong drain costs.
+5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
-Rule 3 is the hysteresis. A move back would require R's load before the move to be below G's load after it, the opposite
-of rule 3. With constant demands no move is undone, and there are fewer moves than instances.
-
-Mooncake's prefill and decode loads swing in opposition, and reacting to the lagging pool feeds the swing. Against this,
-demands are smoothed, rule 2 looks at both pools, and ``settle_s`` lets the last change show first.
-
-The instance that drains soonest moves: shortest queue, then fewest requests. Its KV blocks are up to the caller.
+Rule 3 is the hysteresis: with constant demands no move is undone. Mooncake's prefill and decode loads swing in
+opposition, and reacting to the lagging pool feeds the swing; smoothing, rule 2 and ``settle_s`` prevent this.
 """
 
 from __future__ import annotations
@@ -65,12 +44,9 @@ from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 
 TAIL = 3.0
-"""Multiple of the mean wait that 5 % of exponential waits exceed: ``exp(-3)``."""
+"""Multiple of the mean that 5 % of exponential waits exceed: ``exp(-3)``."""
 MOST_GROWTH = 1.25
-"""Limit of the assumed growth of the flow by another instance.
-
-Doubling a pool of one instance rarely doubles the flow, because rarely that many requests were refused.
-"""
+"""Limit of ``growth``: doubling a pool rarely doubles the flow."""
 
 Role = Literal["prefill", "decode"]
 State = Literal["serving", "draining", "down"]
@@ -84,21 +60,18 @@ def other(role: Role) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
-    """State of one instance now."""
-
     name: str
     role: Role
-    """Current role; while draining, the role that it gives up."""
+    """While draining, the role that it gives up."""
     state: State = "serving"
     """``draining``: closed to new requests, for any reason. ``down``: neither serves nor drains."""
     fixed: bool = False
-    """True if the instance counts in its pool but never changes its role."""
     queue_s: float = 0.0
     """Prefill: estimated seconds of queued work, including the current prefill."""
     tbt_s: float = 0.0
-    """Decode: seconds between tokens with all its current requests; 0: idle."""
+    """Decode: seconds between tokens; 0: idle."""
     kv_share: float = 0.0
-    """Decode: KV memory needed by its requests, waiting requests included, relative to its capacity; may exceed 1."""
+    """Decode: KV memory needed, by waiting requests too, over its capacity."""
     in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -114,9 +87,7 @@ class InstanceSample:
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """Role change of ``instance``: drain it and open it in ``role``, or, if it still has ``role``, call its
-    drain off.
-    """
+    """Drain of ``instance`` into ``role``; if it still has ``role``, the end of its drain."""
 
     instance: str
     role: Role
@@ -126,27 +97,19 @@ class RoleChange:
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
     high: float = 0.85
-    """Need from which a pool gets an instance."""
+    """Need from which a pool gets an instance (rule 1)."""
     low: float = 0.9
-    """Largest load of the giving pool after the move."""
     margin: float = 0.1
-    """Share by which that load must be below the other pool's."""
     smoothing_s: float = 20.0
-    """Time constant of needs and demands."""
     settle_s: float = 20.0
-    """Minimum time between the end of a change and the next change, and before the first."""
+    """Minimum time between changes, and before the first."""
     drain_weight: float = 0.5
-    """Part of the last drain's duration that is added to ``settle_s``."""
     most_drain_s: float = 900.0
     """Maximum duration of a change; after it the instance serves in its old role again."""
     idle_tbt_s: float = 0.0
-    """Seconds between tokens of a request that decodes alone; 0: unknown.
-
-    If unknown, need and load of a decode pool are the larger of ``tbt_s`` over the objective and ``kv_share``.
-    """
+    """Seconds between tokens of a request that decodes alone; 0: unknown."""
     shared_tbt_s: float = math.inf
-    """Part of ``idle_tbt_s`` that the requests of a batch share, such as reading the weights; capped at
-    ``idle_tbt_s``."""
+    """Part of ``idle_tbt_s`` that a batch shares, such as reading the weights."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -176,15 +139,12 @@ class PoolController:
         self._slo = slo
         self.idle_tbt_s = settings.idle_tbt_s
         self.shared_tbt_s = settings.shared_tbt_s
-        """As in the settings. A caller that measures them may set both, ``idle_tbt_s`` below the objective."""
         self._needs: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._last_s: float | None = None
         self._next_s = -math.inf
-        """Earliest time of the next change."""
         self._empty_s: dict[Role, float | None] = dict.fromkeys(ROLES)
-        """Time since which a pool has no serving instance."""
         self._change: RoleChange | None = None
         self._begun_s = 0.0
 
@@ -193,12 +153,11 @@ class PoolController:
         return self._change
 
     def load(self, role: Role) -> float:
-        """Return the pool's load; infinite without a serving instance, 0 before the first sample."""
+        """Return the load; infinite without a serving instance."""
         serving, demand = self._serving[role], self._demands[role].value
         return demand / serving if serving else math.inf if self._last_s is not None else 0.0
 
     def need(self, role: Role) -> float:
-        """Return the pool's need; 1 at the objective, 0 before the first sample."""
         return self._needs[role].value
 
     def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
@@ -256,11 +215,9 @@ class PoolController:
 
     @property
     def _most_rate(self) -> float:
-        """Token rate of a decode instance at the objective, relative to the limit of a large batch."""
         return 1 - self.idle_tbt_s / self._slo.tbt_s
 
     def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
-        """End the change if its instance has its new role, has left, takes too long, or is needed in its old role."""
         back, drain_s = other(change.role), now_s - self._begun_s
         # An instance that serves in its old role was called off by the caller, for example by an operator.
         over = one is None or one.role == change.role or one.state == "serving"
@@ -301,14 +258,12 @@ class PoolController:
         return None
 
     def _orphaned(self, to: Role, now_s: float) -> str | None:
-        """Return the reason to refill a pool without instances for ``settle_s``, whatever the loads are."""
         since_s = self._empty_s[to]
         if since_s is None or now_s - since_s < self.settings.settle_s:
             return None
         return f"no {to} instance has served for {now_s - since_s:.0f} s"
 
     def _helps(self, to: Role) -> str | None:
-        """Return the reason for an instance to change to this role, or None."""
         settings, giver = self.settings, other(to)
         if not self._serving[to]:
             return None
@@ -325,7 +280,6 @@ class PoolController:
         )
 
     def _need_with(self, role: Role, load: float) -> float:
-        """Return the need of a prefill pool at another load; 0 for a decode pool, whose load is sufficient."""
         now = self.load(role)
         if role == "decode" or not 0 < now < 1:
             return 0.0
@@ -333,8 +287,6 @@ class PoolController:
 
 
 class _Smoothed:
-    """Exponentially weighted mean over time; with few samples close to their plain mean."""
-
     def __init__(self, time_constant_s: float) -> None:
         self._constant_s = time_constant_s
         self._sum = self._weight = 0.0
@@ -344,10 +296,6 @@ class _Smoothed:
         return self._sum / self._weight if self._weight else 0.0
 
     def add(self, total: float, elapsed_s: float, count: float = 1.0) -> None:
-        """Add a ``total`` over ``count`` samples, weighted by the time since the last call.
-
-        The first call has no time before it and gets a minimal weight.
-        """
         keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
         share = max(1 - keep, 1e-9)
         self._sum = self._sum * keep + total * share

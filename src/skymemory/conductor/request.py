@@ -18,8 +18,6 @@ HEAD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service level objectives: time to first token and time between tokens."""
-
     ttft_s: float
     tbt_s: float
 
@@ -30,13 +28,10 @@ class Slo:
 
 @dataclass(slots=True)
 class Prompt:
-    """Prompt as hashes of its blocks.
+    """Prompt as hashes of its blocks. Immutable by convention: creating a frozen dataclass takes three times as long.
 
-    Prompts and requests are immutable by convention: creating a frozen dataclass takes three times as long.
-
-    ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt, so that
-    equal hashes mean equal prefixes that may be shared. ``pieces`` has the same blocks hashed independently, for
-    strategies that compare prompts as sets. Both leave out a last, partial block.
+    ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt;
+    ``pieces`` has the same blocks hashed independently.
     """
 
     blocks: NDArray[np.uint64]
@@ -44,60 +39,49 @@ class Prompt:
     block_tokens: float
     """Tokens per block; estimated if blocks are characters."""
     tokens: int
-    """Tokens of the prompt; estimated if blocks are characters."""
     head: bytes = b""
-    """First ``HEAD_BYTES`` of its text or token ids, for strategies that hash the beginning."""
+    """First ``HEAD_BYTES`` of its text or token ids."""
 
 
 @dataclass(slots=True)
 class Request:
-    """Request to route. Empty strings mean none."""
+    """Request to route; empty strings mean none."""
 
     prompt: Prompt
     model: str = ""
     adapter: str = ""
-    """LoRA adapter; it seeds the block hashes."""
     salt: str = ""
     session: str = ""
-    """Identifier of a client's requests: a cookie, a header or an address."""
+    """Client's cookie, header or address."""
     output_tokens: int | None = None
-    """Token limit of one answer; None without a limit."""
     tenant: str = ""
-    """Owner of the API key; fairness under overload is among tenants."""
     priority: int = 0
-    """Priority; higher values are served first and refused last."""
+    """Higher values are served first and refused last."""
     streams: bool = True
-    """True if the answer is streamed. Otherwise its first byte does not mark the end of the prefill."""
+    """False: the first byte does not mark the end of the prefill."""
     slo: Slo | None = None
-    """Objectives of this request, instead of the general objectives."""
     answers: int = 1
-    """Number of answers: of several prompts, or several of one prompt."""
+    """Answers to one or several prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Plan for obtaining a prompt's KV, in tokens from the prompt's beginning, in this order::
+class PromptPlan:
+    """Plan for obtaining a prompt's KV, in tokens from the prompt's beginning::
 
         | held_tokens | computed while the next are loaded | loaded_tokens | computed after |
         0             held                                 split           split + loaded   tokens
 
-    Without a Cake split ``split_tokens`` equals ``held_tokens``. If nothing is loaded, ``loaded_tokens`` and ``load_s``
-    are 0.
+    Without a Cake split ``split_tokens`` equals ``held_tokens``.
     """
 
     held_tokens: int
-    """Tokens cached on the server."""
     split_tokens: int
-    """Position at which the loaded part begins."""
     loaded_tokens: int
     source: str = ""
-    """Server or tier of the loaded part; empty: nothing is loaded."""
     queue_s: float = 0.0
-    """Estimated wait until the server starts computing."""
     load_s: float = 0.0
-    """Estimated time until the load is complete. It proceeds while the request waits."""
+    """Estimated time until the load is complete, beginning now."""
     compute_s: float = 0.0
-    """Estimated time to compute the tokens that are neither held nor loaded."""
 
     @property
     def cached_tokens(self) -> int:
@@ -110,9 +94,9 @@ Explanation = tuple[Names, Names]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Decision:
-    """Server chosen for a request, with reasons and estimates. Immutable by convention.
+    """Server chosen for a request. Immutable by convention.
 
-    The explanation may be a function, which is called on first use, because few callers read it.
+    The explanation may be a function, called on first use, because few callers read it.
     """
 
     request: Request
@@ -121,24 +105,20 @@ class Decision:
     strategy: str
     score: float
     matched_tokens: int
-    """Prompt tokens that the server is estimated to hold."""
     at_s: float
     estimated_ttft_s: float | None = None
     estimated_tbt_s: float | None = None
-    """Seconds between tokens with this request in the batch, for decode servers."""
-    plan: Plan | None = None
-    """Plan for the prompt's KV; None: the strategy does not plan it."""
+    """Seconds between tokens, this request included."""
+    plan: PromptPlan | None = None
     estimated_compute_s: float | None = None
-    """Part of ``estimated_ttft_s`` that computes this request."""
 
     @property
     def fallbacks(self) -> Names:
-        """Other servers that could serve the request, best first."""
         return self._explained()[0]
 
     @property
     def reasons(self) -> Names:
-        """Short sentences with figures, the most important first."""
+        """Sentences with figures, the most important first."""
         return self._explained()[1]
 
     def _explained(self) -> Explanation:
@@ -153,7 +133,6 @@ class Decision:
         )
 
     def taken_by(self, server: str) -> Decision:
-        """Return the decision if ``server`` took the request instead; its matched tokens are unknown."""
         decision = copy(self)
         decision.server, decision.matched_tokens, decision.estimated_ttft_s = server, 0, None
         decision._explanation = (
@@ -170,7 +149,7 @@ class Decision:
         return "adapter-" + kind if narrowed else kind
 
     def as_json(self) -> dict[str, object]:
-        """Return the decision for clients and logs, without any part of the prompt."""
+        """Return the decision without any part of the prompt."""
         return {
             "server": self.server,
             "fallbacks": list(self.fallbacks),
@@ -195,9 +174,8 @@ _LENGTH = struct.Struct("<I")
 def seed(model: str, adapter: str, salt: str) -> int:
     """Return the seed of a prompt's chain of block hashes (``native.chain_hashes``).
 
-    Prompts share a cache only if their seeds are equal. The seed is the first eight bytes, little-endian, of the
-    SHA-256 of a tag and each word as UTF-8 after its length (four bytes). Lone surrogates, which JSON may contain, are
-    encoded as they are.
+    It is the first eight bytes, little-endian, of the SHA-256 of a tag and each word as UTF-8 after its length (four
+    bytes). Lone surrogates are encoded as they are.
     """
     # Lengths precede the words, so that ("ab", "c") and ("a", "bc") differ.
     message = bytearray(_TAG)

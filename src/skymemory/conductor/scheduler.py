@@ -1,11 +1,7 @@
 """The scheduler: admits a request and chooses its prefill server and its decode server.
 
 It is Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a
-``Picker`` of decode servers, and an ``Admission`` rule. Servers with both roles need one picker only.
-
-An admission rule decides twice: on arrival, and after the prefill, before the request joins a decode batch (a refusal
-then wastes the prefill). It sees only estimates: the time to first token, the decode server's time between tokens, and
-a forecast of the latter (``DecodeForecast``). It learns the outcome of every request.
+``Picker`` of decode servers (none if servers have both roles), and an ``Admission`` rule.
 """
 
 from __future__ import annotations
@@ -25,12 +21,10 @@ from skymemory.conductor.request import Decision, Request, Slo
 KINDS = ("ttft", "tbt", "cost", "share", "priority", "queue")
 """Kinds of refusals.
 
-``ttft``: estimated time to first token too long; ``tbt``: time between tokens too long; ``cost``: costs more than other
-requests that fit; ``share``: the tenant's share is used up; ``priority``: higher priorities go first; ``queue``: the
-queue is full, or the wait in it too long.
+``ttft``, ``tbt``: the estimate exceeds the objective; ``cost``: other requests that fit cost less; ``share``: the
+tenant's share is used up; ``priority``: higher priorities go first; ``queue``: it is full or its wait too long.
 """
 RETRY_S = 1.0
-"""Retry-After if no estimate shows when there will be room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +32,6 @@ class Refusal:
     reason: str
     retry_after_s: float
     computed: bool = False
-    """True if the prefill had been computed and is wasted."""
     kind: str = ""
 
 
@@ -49,22 +42,17 @@ class DecodeForecast(Protocol):
         ...
 
     def expected(self, request: Request, at_s: float) -> None:
-        """Record that a request placed on a decode server is estimated to join its batch at ``at_s``."""
+        """Record that a request is estimated to join a decode batch at ``at_s``."""
         ...
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Return the mean over the servers of the seconds between tokens at ``at_s``, with ``request`` added to each
-        batch.
-
-        Counts requests that decode or prefill now, if they will have joined by then and not ended, assuming that each
-        decodes for the usual time.
-        """
+        """Return the mean seconds between tokens of all servers at ``at_s``, with ``request`` added to each batch."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
-    """Request with its chosen servers, admitted or not yet. Immutable by convention."""
+class ScheduledRequest:
+    """Chosen servers of a request. Immutable by convention."""
 
     request: Request
     prefill: Decision
@@ -74,7 +62,6 @@ class Placement:
 
     @property
     def decoder(self) -> Decision:
-        """Decision of the decoding server."""
         return self.decode or self.prefill
 
     def slo(self, default: Slo) -> Slo:
@@ -89,35 +76,28 @@ class Admission:
 
     name: str
     looks_ahead = False
-    """True if ``on_arrival`` judges the decode load of the time at which the request would join a batch."""
+    """True if ``on_arrival`` judges the decode load forecast for the joining."""
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         """Return None to admit the request; change no state."""
         return None
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
-        """Return None to let the request decode after its prefill; ``placement.decode`` is a current estimate."""
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
+        """Return None to let the request decode; ``placement.decode`` is a current estimate."""
         return None
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         """Record a refusal on arrival, by this rule or by a rule around it."""
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
-        """Record an admission."""
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None: ...
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
-        """Record the end of the prefill, before ``before_decode``. Without a decode server it is also the first
-        token.
-        """
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
+        """Record the end of the prefill, before ``before_decode``; without a decode server, the first token."""
 
-    def joined(self, placement: Placement, now_s: float) -> None:
-        """Record that the request joined a decode server, which has sent its first token or is about to."""
+    def joined(self, placement: ScheduledRequest, now_s: float) -> None: ...
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        """Record the end of a request; ``met`` is True if its objectives were met.
-
-        None: unknown, it failed, or it was refused before decoding.
-        """
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
+        """Record the end; ``met`` is None if unknown, failed, or refused before decoding."""
 
 
 class AdmitAll(Admission):
@@ -125,58 +105,55 @@ class AdmitAll(Admission):
 
 
 class RuleAround(Admission):
-    """Base of rules that wrap another rule; passes all calls on."""
+    """Base of rules that wrap another rule."""
 
     def __init__(self, rule: Admission) -> None:
         self.rule = rule
         self.name = rule.name
         self.looks_ahead = rule.looks_ahead
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return self.rule.on_arrival(placement, now_s)
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return self.rule.before_decode(placement, now_s)
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         self.rule.refused(placement, refusal, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self.rule.accepted(placement, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         self.rule.prefilled(placement, now_s)
 
-    def joined(self, placement: Placement, now_s: float) -> None:
+    def joined(self, placement: ScheduledRequest, now_s: float) -> None:
         self.rule.joined(placement, now_s)
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         self.rule.on_request_end(placement, now_s, met)
 
 
 class OnArrival(RuleAround):
-    """Wrapper of ``rule`` that makes both decisions on arrival: an admitted request is not refused after its prefill.
+    """Wrapper that decides finally on arrival.
 
-    The decode load seen on arrival counts all requests promised to the server, so it is at least the load that the
-    request will meet. A rule that looks ahead has judged it already. Contexts that grow during the prefill may raise a
-    later estimate slightly above the objective, which does not justify wasting a prefill.
+    Contexts that grow during the prefill raise the load only slightly, which does not justify wasting a prefill.
     """
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal = super().on_arrival(placement, now_s)
         if refusal is None and not self.looks_ahead:
             refusal = super().before_decode(placement, now_s)
         return refusal
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return None
 
 
 class Probing(RuleAround):
-    """Wrapper of ``rule`` that admits the next request if none was admitted for ``every_s``.
+    """Wrapper that admits the next request if none was admitted for ``every_s``.
 
-    Estimates are learnt from served requests. If they are so wrong that all requests are refused (after a server hung,
-    or with an objective below the default estimate), only a probe can correct them.
+    If learnt estimates are so wrong that all requests are refused, only a probe corrects them.
     """
 
     def __init__(self, rule: Admission, every_s: float) -> None:
@@ -184,7 +161,7 @@ class Probing(RuleAround):
         self._every_s = every_s
         self._admitted_s = -math.inf
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         if now_s - self._admitted_s < self._every_s:
             return super().on_arrival(placement, now_s)
         # The time between tokens is computed from the current batch, not learnt: a probe would be refused after its
@@ -192,22 +169,17 @@ class Probing(RuleAround):
         refusal = super().on_arrival(placement, now_s)
         return refusal if refusal is not None and refusal.kind == "tbt" else None
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self._admitted_s = now_s
         super().accepted(placement, now_s)
 
 
 class Corrected(RuleAround):
-    """Wrapper of ``rule`` that corrects estimated times to first token by those of recent requests.
+    """Wrapper that corrects estimated times to first token by those of recent requests.
 
-    Two parts are added to the estimated prefill, both learnt here:
-
-    * The hand-over, if another server decodes. A prefill server and the stages after it form one line: a first token
-      follows the previous first token by its own prefill plus the mean excess of such gaps. For requests that ran alone
-      the excess is the whole hand-over; it shrinks for requests back to back, whose hand-overs overlap with the next
-      prefill. A first burst is not promised an overlap that was never observed.
-    * Errors. A rule that admits up to its objective would break every promise close to it, so this is a high quantile
-      (``SHARE``) of recent errors, not the mean. An overdue request counts at once, by its present delay.
+    It adds the hand-over, if another server decodes: the mean gap between first tokens of a prefill server less the
+    later request's prefill. And it adds a high quantile (``SHARE``) of recent errors: with their mean, a rule would
+    break every promise close to its objective. An overdue request counts at once.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
@@ -217,21 +189,18 @@ class Corrected(RuleAround):
         self._late: deque[float] = deque(maxlen=self.KEPT)
         self._handovers: deque[float] = deque(maxlen=self.KEPT)
         self._due: dict[int, tuple[float, float]] = {}
-        """Estimated first-token time and assumed hand-over of admitted requests without a first token, in admission
-        order."""
+        """Estimated first-token time and assumed hand-over, in admission order."""
         self._last: dict[str, tuple[int, float]] = {}
-        """Last request and last first-token time per prefill server; the request is 0 once it has ended, as ids are
-        reused."""
+        """Last request (0 once it ended, as ids are reused) and last first-token time per server."""
 
     def late_s(self, now_s: float) -> float:
-        """Return the correction for errors; never below 0."""
         late = sorted(self._late)
         recent_s = late[min(len(late) - 1, int(self.SHARE * len(late)))] if late else 0.0
         overdue_s = max((now_s - due_s for due_s, _ in islice(self._due.values(), self.OLDEST)), default=0.0)
         return max(0.0, recent_s, overdue_s)
 
-    def estimated_s(self, placement: Placement, now_s: float) -> float | None:
-        """Return the time to first token with the hand-over, without the correction for errors."""
+    def estimated_s(self, placement: ScheduledRequest, now_s: float) -> float | None:
+        """Return the time to first token with the hand-over, without the correction."""
         prefill = placement.prefill
         if prefill.estimated_ttft_s is None or placement.decode is None:
             return prefill.estimated_ttft_s
@@ -242,7 +211,7 @@ class Corrected(RuleAround):
     def _handover_s(self) -> float:
         return fmean(self._handovers) if self._handovers else 0.0
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         estimated_s = self.estimated_s(placement, now_s)
         if estimated_s is not None:
             prefill = copy(placement.prefill)
@@ -250,7 +219,7 @@ class Corrected(RuleAround):
             placement = replace(placement, prefill=prefill)
         return super().on_arrival(placement, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         estimated_s, key, server = self.estimated_s(placement, now_s), id(placement.request), placement.prefill.server
         if estimated_s is not None:
             self._due[key] = now_s + estimated_s, self._handover_s()
@@ -259,21 +228,21 @@ class Corrected(RuleAround):
                 del self._last[next(iter(self._last))]
         super().accepted(placement, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         if placement.decode is None:
             self._on_first_token(placement, now_s)
         super().prefilled(placement, now_s)
 
-    def joined(self, placement: Placement, now_s: float) -> None:
+    def joined(self, placement: ScheduledRequest, now_s: float) -> None:
         self._on_first_token(placement, now_s)
         super().joined(placement, now_s)
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         if self._due.pop(id(placement.request), None) is not None:  # it had no first token
             self._forget(placement)
         super().on_request_end(placement, now_s, met)
 
-    def _on_first_token(self, placement: Placement, now_s: float) -> None:
+    def _on_first_token(self, placement: ScheduledRequest, now_s: float) -> None:
         estimate, prefill = self._due.pop(id(placement.request), None), placement.prefill
         if estimate is None:
             return
@@ -287,7 +256,7 @@ class Corrected(RuleAround):
         self._late.append(now_s - due_s - max(0.0, self._handover_s() - assumed_s))
         self._last[prefill.server] = before, now_s
 
-    def _forget(self, placement: Placement) -> None:
+    def _forget(self, placement: ScheduledRequest) -> None:
         server = placement.prefill.server
         key, came_s = self._last.get(server, (0, -math.inf))
         if key == id(placement.request):
@@ -298,11 +267,10 @@ class Scheduler:
     """Placement of requests, and their tracking to the end. Not thread-safe.
 
     Calls per request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``on_request_end``; or ``failed`` at any time
-    after ``begin``. If one server has both roles, ``prefilled`` is its first token and ``decoding`` is left out.
+    after ``begin``. If one server has both roles, ``decoding`` is left out.
 
-    With two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it, and after
-    ``prefill_lost`` the decode server computes the prompt. Then call ``failed`` with ``prefilled``, because the prefill
-    server's counts are closed.
+    Of two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it. After ``prefill_lost`` the
+    decode server computes the prompt; call ``failed`` with ``prefilled`` then.
     """
 
     def __init__(
@@ -323,10 +291,10 @@ class Scheduler:
         now_s: float,
         among: Collection[str] | None = None,
         decode_among: Collection[str] | None = None,
-    ) -> Placement | Refusal:
-        """Return a placement, or the admission rule's refusal, which is final. Nothing is booked yet.
+    ) -> ScheduledRequest | Refusal:
+        """Return a placement, not yet booked, or the admission rule's final refusal.
 
-        ``among`` and ``decode_among`` name the eligible prefill and decode servers; None: all.
+        ``among`` and ``decode_among`` name the eligible servers; None: all.
 
         Raises:
             NoServer: no server takes requests.
@@ -339,8 +307,10 @@ class Scheduler:
             return refusal
         return placement
 
-    def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """Return another placement after a server ``failed``; admission is not repeated.
+    def place_again(
+        self, placement: ScheduledRequest, now_s: float, among: Collection[str] | None = None
+    ) -> ScheduledRequest:
+        """Return another placement after a server ``failed``, without admission.
 
         Raises:
             NoServer: no server takes requests.
@@ -353,16 +323,18 @@ class Scheduler:
         now_s: float,
         among: Collection[str] | None,
         decode_among: Collection[str] | None,
-    ) -> Placement:
+    ) -> ScheduledRequest:
         prefill = self.prefill.pick(request, now_s, among)
         decode = None if self.decode is None else self.decode.pick(request, now_s, decode_among)
-        return Placement(request, prefill, decode, self.forecast)
+        return ScheduledRequest(request, prefill, decode, self.forecast)
 
-    def prefill_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """Replace a failed prefill server and book the new server. The decode server stays.
+    def prefill_again(
+        self, placement: ScheduledRequest, now_s: float, among: Collection[str] | None = None
+    ) -> ScheduledRequest:
+        """Replace a failed prefill server and book the new server.
 
         Raises:
-            NoServer: no other server takes requests; nothing is changed.
+            NoServer: nothing is changed.
         """
         prefill = self.prefill.pick(placement.request, now_s, among)
         self.prefill.failed(placement.prefill, now_s)
@@ -371,17 +343,16 @@ class Scheduler:
             self.forecast.expected(placement.request, now_s + (prefill.estimated_ttft_s or 0.0))
         return replace(placement, prefill=prefill)
 
-    def prefill_lost(self, placement: Placement, now_s: float) -> None:
-        """Close a prefill that failed or is no longer awaited; the decode server computes the prompt."""
+    def prefill_lost(self, placement: ScheduledRequest, now_s: float) -> None:
         self.prefill.failed(placement.prefill, now_s)
 
     def decode_again(
-        self, placement: Placement, now_s: float, decoding: bool, among: Collection[str] | None = None
-    ) -> Placement:
+        self, placement: ScheduledRequest, now_s: float, decoding: bool, among: Collection[str] | None = None
+    ) -> ScheduledRequest:
         """Replace a failed decode server and book the new server; ``decoding``: the request was in its batch.
 
         Raises:
-            NoServer: no other server takes requests; nothing is changed.
+            NoServer: nothing is changed.
         """
         assert self.decode is not None and placement.decode is not None
         decode = self.decode.pick(placement.request, now_s, among)
@@ -389,16 +360,15 @@ class Scheduler:
         self.decode.routed(decode, now_s)
         return replace(placement, decode=decode)
 
-    def decode_taken(self, placement: Placement, server: str, now_s: float) -> Placement:
-        """Record that another server answers than the chosen decode server, which therefore failed."""
+    def decode_taken(self, placement: ScheduledRequest, server: str, now_s: float) -> ScheduledRequest:
+        """Record that ``server`` answers instead of the chosen decode server."""
         assert self.decode is not None and placement.decode is not None
         self.decode.failed(placement.decode, now_s)
         decode = placement.decode.taken_by(server)
         self.decode.routed(decode, now_s)
         return replace(placement, decode=decode)
 
-    def begin(self, placement: Placement, now_s: float) -> None:
-        """Record that the request is sent; from now on the decode server expects it."""
+    def begin(self, placement: ScheduledRequest, now_s: float) -> None:
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
@@ -407,11 +377,11 @@ class Scheduler:
         self.admission.accepted(placement, now_s)
 
     def prefilled(
-        self, placement: Placement, now_s: float, cached_tokens: int | None = None, decodes: bool = False
+        self, placement: ScheduledRequest, now_s: float, cached_tokens: int | None = None, decodes: bool = False
     ) -> Refusal | None:
         """Record the end of the prefill; return a refusal if the request may not decode, which ends it.
 
-        ``decodes``: the decode server did not wait for the end of the prefill and decodes already, so it may go on.
+        ``decodes``: the decode server decodes already.
         """
         self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
         self.admission.prefilled(placement, now_s)
@@ -428,33 +398,27 @@ class Scheduler:
             return replace(refusal, computed=True)
         return None
 
-    def decoding(self, placement: Placement, now_s: float) -> None:
+    def decoding(self, placement: ScheduledRequest, now_s: float) -> None:
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
             self.admission.joined(placement, now_s)
 
     def on_request_end(
         self,
-        placement: Placement,
+        placement: ScheduledRequest,
         now_s: float,
         met: bool | None,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """Record the last token. ``met`` is True if the objectives were met, None if unknown.
-
-        ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
-        """
+        """Record the last token; ``met`` is None if unknown."""
         if self.decode is not None and placement.decode is not None:
             self.decode.on_request_end(placement.decode, now_s, output_tokens=output_tokens)
         else:
             self.prefill.on_request_end(placement.prefill, now_s, cached_tokens, output_tokens)
         self.admission.on_request_end(placement, now_s, met)
 
-    def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
-        """Record a failure of its server, before or after the prefill (``prefilled``) and decode join
-        (``decoding``).
-        """
+    def failed(self, placement: ScheduledRequest, now_s: float, prefilled: bool, decoding: bool = False) -> None:
         if self.decode is None or placement.decode is None:
             (self.prefill.on_request_end if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
@@ -463,8 +427,7 @@ class Scheduler:
             (self.decode.on_request_end if decoding else self.decode.failed)(placement.decode, now_s)
         self.admission.on_request_end(placement, now_s, None)
 
-    def _current(self, placement: Placement, now_s: float) -> Placement:
-        """Return the placement with a current estimate of its decode server."""
+    def _current(self, placement: ScheduledRequest, now_s: float) -> ScheduledRequest:
         assert self.decode is not None and placement.decode is not None
         # The KV already streams to the chosen server, so only that server is estimated again.
         chosen = placement.decode.server

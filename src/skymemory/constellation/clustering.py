@@ -1,15 +1,14 @@
 """Shells, planes and slots recovered from the element sets of a real constellation.
 
-A flown constellation differs from its filing: gaps, spares, satellites that are raised or lowered, planes that were
-never filled. The steps, each on mean elements propagated to a common epoch:
+On mean elements at a common epoch:
 
-1. Leave out sets that are stale, eccentric or of a satellite under thrust.
-2. Shells are dense runs of inclination and, within a run, of altitude.
-3. Planes: the smallest number of evenly spread nodes that nearly all satellites are near to; otherwise the groups of
-   nodes as they are. If they cover half a circle, the shell is a Walker star.
-4. Slots: the smallest number at whose multiple the arguments of latitude within planes are in phase. Without such a
-   number the group is a parking orbit, not a shell.
-5. The satellite nearest to a slot's centre occupies it; other satellites in the slot are spares.
+1. Leave out stale and eccentric sets and satellites under thrust.
+2. Shells are dense runs of inclination, then of altitude.
+3. Planes are the fewest evenly spread nodes near nearly all satellites, else the groups of nodes; over half a circle
+   they are a Walker star.
+4. Slots are the smallest number that puts the satellites of each plane in phase; without it the group is a parking
+   orbit.
+5. The satellite nearest to a slot's centre occupies it; others there are spares.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ if TYPE_CHECKING:
 Why = Literal["stale", "sgp4", "moving", "off shell", "off plane", "no slots", "spare"]
 
 STALE_S = 3 * 86400.0
-"""Maximum distance of elements from the file's median epoch; beyond it they do not show the slot of a satellite."""
+"""Maximum distance from the file's median epoch."""
 ECCENTRIC = 0.005
-"""Maximum eccentricity; at 0.005 an orbit is 70 km wide, while stations are kept below 0.001."""
+"""Maximum eccentricity, an orbit 70 km wide; stations are kept below 0.001."""
 THRUST_REV_DAY2 = 0.01
-"""Maximum of half the change of the mean motion, as element sets give it: 3.6° along track in a day, half a slot."""
+"""Maximum of half the change of the mean motion, 3.6° along track per day: half a slot."""
 _INCLINATION_REACH_DEG = 0.03
 # First narrow, to separate shells from parking orbits near them; then wide, for satellites without a shell. OneWeb
 # flies its planes at altitudes 4 km apart so that they pass each other at the poles.
 _ALTITUDE_REACHES_M = (1_500.0, 4_500.0)
 _LEAST_SHARE = 0.03
-"""Minimum share of an inclination's satellites; fewer satellites at an altitude are in transit."""
+"""Minimum share of an inclination's satellites; fewer are in transit."""
 _LEAST_SATELLITES = 8
 # A satellite that is moved along its plane changes its node too: at another altitude both drift, nodal rate to mean
 # motion as 7/3. So nodes of a filled plane differ by up to 0.85° (43°, 560 km).
@@ -55,35 +54,32 @@ _EVEN_SCORE = 0.75
 _EVEN_OCCUPIED = 0.6
 _SEAM_DEG = 150.0
 _OFF_ALTITUDE_M = 2_000.0
-"""Maximum distance from its plane's altitude; farther satellites drift by two to three degrees per day."""
+"""Maximum distance from the plane's altitude; beyond it satellites drift two to three degrees per day."""
 _LEAST_COHERENCE = 0.3
 _LEAST_PHASED = 0.9
 _LEAST_SLOTS = 3
 _MOST_SPARES = 1 / 3
 _LEAST_FILLED = 0.2
-"""Minimum share of a shell's slots; with fewer satellites, numbers of planes and slots fit by chance."""
+"""Minimum share of a shell's slots; below it, planes and slots fit by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusteredShell:
-    """Shell with planes and slots.
+    """Shell whose slot ``s`` of plane ``p`` has the argument of latitude ``2π·(s + offsets_slots[p])/slots_per_plane``.
 
-    At the epoch, slot ``s`` of plane ``p`` has its node at ``nodes_rad[p]`` and the argument of latitude ``2π·(s +
-    offsets_slots[p])/slots_per_plane``. Offsets lie within [−½, ½): slots ``s`` of all planes are within half a slot of
-    the same argument, and the torus closes without a twist.
+    Offsets lie within [−½, ½), so the torus closes without a twist.
     """
 
     planes: int
     slots_per_plane: int
     altitude_m: float
-    """Mean semi-major axis above the equator, as in a ``Shell`` of model ``j2``."""
+    """Mean semi-major axis minus the equatorial radius."""
     inclination_deg: float
     epoch_unix_s: float
     nodes_rad: tuple[float, ...]
-    """Nodes in eastward order; a Walker star begins after its seam."""
+    """Nodes in eastward order; a star begins after its seam."""
     offsets_slots: tuple[float, ...]
     placed: tuple[tuple[ElementSet | None, ...], ...]
-    """Element sets by plane and slot; None is a gap."""
 
     @property
     def torus(self) -> Torus:
@@ -105,26 +101,23 @@ class ClusteredShell:
 
     @property
     def spacings_deg(self) -> tuple[float, ...]:
-        """Eastward angle from each plane's node to the next, the last to the first."""
         following = (*self.nodes_rad[1:], self.nodes_rad[0])
         pairs = zip(self.nodes_rad, following, strict=True)
         return tuple(math.degrees((node_after - node) % (2 * math.pi)) for node, node_after in pairs)
 
     @property
     def star(self) -> bool:
-        """True if nodes cover half a circle: the planes on both sides of the seam fly in opposite directions."""
         widest = sorted(self.spacings_deg)[-2:]
         return self.planes > 2 and widest[1] >= max(_SEAM_DEG, 1.5 * widest[0])
 
     @property
     def even(self) -> bool:
-        """True if nodes are evenly spread (except at the seam of a star)."""
         inner = sorted(self.spacings_deg)[: -1 if self.star else None]
         return not inner or (inner[-1] - inner[0] <= 4 * _NODE_REACH_DEG and inner[0] * 2 > inner[-1])
 
     @property
     def phase(self) -> int | None:
-        """Walker's F if nodes are evenly spread as a delta; None if offsets follow no F."""
+        """Walker's F, if offsets follow it."""
         if self.star or not self.even:
             return None
         known = {number: offset for number, offset in enumerate(self.offsets_slots) if any(self.placed[number])}
@@ -137,7 +130,6 @@ class ClusteredShell:
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
-        """Return the description from which its constellation is rebuilt, under the name ``source``."""
         cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
         return FlownShell(
             source,
@@ -152,10 +144,7 @@ class ClusteredShell:
         ).linked()
 
     def shell(self) -> Shell:
-        """Return its orbits from ``epoch_unix_s`` on, with a satellite in every slot: only the grid has gaps.
-
-        All planes get the mean altitude, so planes flown kilometres apart drift against it (``drift``).
-        """
+        """Return the orbits from ``epoch_unix_s`` on, without gaps, all planes at the mean altitude."""
         return Shell(
             self.planes,
             self.slots_per_plane,
@@ -173,8 +162,6 @@ class ClusteredShell:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Satellite without a slot."""
-
     elements: ElementSet
     why: Why
     reason: str
@@ -182,39 +169,32 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """Result for a file: each satellite is either in ``shells`` or in ``left_out``."""
-
     shells: tuple[ClusteredShell, ...]
-    """Shells, the largest first."""
     left_out: tuple[LeftOut, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Rates of a shell's closed form: means of the secular rates that SGP4 gives its satellites, without drag."""
+    """Means of SGP4's secular rates without drag."""
 
     argument_rad_s: float
     node_rad_s: float
     plane_argument_rad_s: tuple[float, ...]
-    """Rate of each plane, because planes at different altitudes drift apart; the mean rate for an empty plane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Distance of a shell's satellites from its closed form after some time, in addition to that at the epoch."""
-
     after_s: float
     median_slots: float
     p99_slots: float
-    """Along-track distance of all satellites, against a common rate for the shell."""
+    """Along-track, against a common rate."""
     plane_median_slots: float
     plane_p99_slots: float
-    """Along-track distance against a rate per plane."""
+    """Along-track, against a rate per plane."""
     node_p99_deg: float
 
 
 def cluster(elements: Sequence[ElementSet]) -> Clustering:
-    """Return the shells of these satellites, at the median of their epochs."""
     import numpy as np
 
     epochs = np.array([element_set.epoch_unix_s for element_set in elements])
@@ -265,7 +245,6 @@ def cluster(elements: Sequence[ElementSet]) -> Clustering:
 
 
 def fit(shell: ClusteredShell) -> Fit:
-    """Return the rates at which the closed form follows SGP4 for satellites without drag."""
     import numpy as np
 
     # SGP4's rates are per minute.
@@ -285,7 +264,7 @@ def fit(shell: ClusteredShell) -> Fit:
 def drift(shell: ClusteredShell, after_s: float) -> Drift:
     """Compare the closed form with SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
 
-    Satellites that decay before then are left out. The result is unambiguous within half the plane.
+    Satellites that decay before then are left out; differences are modulo a turn.
 
     Raises:
         InvalidInput: SGP4 propagates none of them that far.
@@ -316,12 +295,10 @@ def drift(shell: ClusteredShell, after_s: float) -> Drift:
 
 
 def _centred(angle: Array, turn: float) -> Array:
-    """Return the equivalent angle nearest to 0."""
     return (angle + turn / 2) % turn - turn / 2
 
 
 def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None:
-    """Return the F with which each plane is F/planes of a slot ahead of the plane before it; None if there is none."""
     import numpy as np
 
     phasors = np.exp(2j * np.pi * np.array([*offsets_slots.values()]))
@@ -332,7 +309,7 @@ def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None
 
 
 def _dense_runs(values: Array, reach: float) -> list[NDArray[np.int64]]:
-    """Return runs of values within ``reach`` of dense values, as indices into ``values``."""
+    """Return runs of values within ``reach`` of dense values, as indices."""
     import numpy as np
 
     order = np.argsort(values, kind="stable")
@@ -346,7 +323,6 @@ def _dense_runs(values: Array, reach: float) -> list[NDArray[np.int64]]:
 
 
 def _groups(mean: MeanElements, among: NDArray[np.int64], altitude_reach_m: float) -> list[NDArray[np.int64]]:
-    """Return disjoint groups of satellites of similar inclination and altitude, which may form a shell."""
     import numpy as np
 
     groups: list[NDArray[np.int64]] = []
@@ -373,7 +349,7 @@ def _off_shell(one: ElementSet, mean: MeanElements, at: int, shells: Sequence[Cl
 def _shell_of(
     elements: Sequence[ElementSet], mean: MeanElements, group: NDArray[np.int64], epoch_unix_s: float
 ) -> tuple[ClusteredShell | None, list[LeftOut]]:
-    """Return the shell of a group, or None, and the satellites of the group that are not in it."""
+    """Return the group's shell, if any, and its satellites outside that shell."""
     import numpy as np
 
     members = group
@@ -456,7 +432,7 @@ def _shell_of(
 def _filled(
     satellites: Sequence[ElementSet], argument_rad: Array, slots: int
 ) -> tuple[float, tuple[ElementSet | None, ...], list[tuple[ElementSet, int]]]:
-    """Return a plane's offset, the satellite of each slot, and the spares with the slots that they share."""
+    """Return a plane's offset, its slots, and its spares with their slots."""
     import numpy as np
 
     row: list[ElementSet | None] = [None] * slots
@@ -477,7 +453,7 @@ def _filled(
 
 
 def _uneven_nodes(nodes_deg: Array) -> Array:
-    """Return the nodes of planes that are not spread over the whole circle, in order; a star begins after its seam."""
+    """Return the nodes of unevenly spread planes, in order; a star begins after its seam."""
     import numpy as np
 
     ordered = np.sort(nodes_deg)
@@ -504,7 +480,7 @@ def _uneven_nodes(nodes_deg: Array) -> Array:
 
 
 def _even_nodes(nodes_deg: Array) -> Array | None:
-    """Return the smallest number of evenly spread nodes that nearly all are near to, more than by chance."""
+    """Return the fewest evenly spread nodes near nearly all, more than by chance."""
     import numpy as np
 
     candidates: list[tuple[float, int, float]] = []
@@ -535,9 +511,9 @@ def _even_nodes(nodes_deg: Array) -> Array | None:
 
 
 def _slot_count(turns: Array, plane_of: NDArray[np.int64], planes: int) -> int | None:
-    """Return the smallest number of slots at which satellites of a plane are in phase; None if there is none.
+    """Return the smallest number of slots that puts each plane's satellites in phase.
 
-    The measure is the mean, over pairs of satellites in a plane, of cos(2π·slots·difference): 1 on a grid, 0 by chance.
+    The measure is the mean of cos(2π·slots·difference) over pairs in a plane: 1 on a grid, 0 by chance.
     """
     import numpy as np
 
@@ -557,7 +533,7 @@ def _slot_count(turns: Array, plane_of: NDArray[np.int64], planes: int) -> int |
 
 
 def _offset(places: Array) -> float:
-    """Return the offset of a plane's slots from whole numbers, within [−½, ½), that fits most satellites."""
+    """Return the offset from whole slots, within [−½, ½), that fits most satellites."""
     import numpy as np
 
     fractions = np.sort(places % 1.0)

@@ -1,10 +1,6 @@
 """Ground tracks: the path of the overhead point over the grid, from which the moves of the box follow.
 
-A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit, and the next move exactly.
-
-- A fixed host has a single endless piece: the anchor's closed form.
-- A moving host (``Trajectory``) has a piece per quarter degree of its path.
-- A user in a grid of cells on the ground (``CellGrid``) has a piece between any two stops.
+A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit.
 """
 
 from __future__ import annotations
@@ -28,17 +24,17 @@ from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
 
 MAX_SPEED_M_S = 1_000.0
-"""Maximum speed of a host, three times an airliner's; more is an input error."""
+"""Maximum speed of a host, three times an airliner's."""
 MAX_LATITUDE_DEG = 89.0
-"""Maximum latitude of a path: at a pole the longitude, and with it the plane overhead, would jump."""
+"""Maximum latitude of a path: at a pole the plane overhead would jump."""
 _MAX_LEG_RAD = math.radians(170.0)
 _CHECK_RAD = math.radians(0.5)
 _PIECE_RAD = math.radians(0.25)
-"""Length of a moving host's path over which the overhead point is interpolated linearly."""
+"""Piece of a moving host's path with linear interpolation."""
 
 
 class Knot(NamedTuple):
-    """Overhead point at a time, in cells: real numbers that do not wrap."""
+    """Overhead point in cells: real numbers that do not wrap."""
 
     time_s: float
     plane: float
@@ -58,14 +54,12 @@ class Track:
     rates: Rates = STILL
     _times: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _origin: tuple[int, int] = field(init=False, repr=False, compare=False)
-    """Cell overhead at time 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_times", tuple(knot.time_s for knot in self.knots))
         object.__setattr__(self, "_origin", self.cell_at(0.0))
 
     def cell(self, time_s: float) -> tuple[float, float]:
-        """Return ``(plane, slot)`` of the overhead point, as real numbers."""
         piece = bisect_right(self._times, time_s)
         at, plane, slot = self.knots[max(piece - 1, 0)]
         plane_rate, slot_rate = self._rates_of(piece)
@@ -79,20 +73,18 @@ class Track:
         return (after.plane - before.plane) / seconds, (after.slot - before.slot) / seconds
 
     def cell_at(self, time_s: float) -> tuple[int, int]:
-        """Return ``(plane, slot)`` of the cell overhead, which is the anchor, not wrapped."""
+        """Return ``(plane, slot)`` of the anchor, not wrapped."""
         plane, slot = self.cell(time_s)
         return nearest(plane), nearest(slot)
 
     def moves(self, time_s: float) -> tuple[int, int]:
-        """Return slot moves (each a slot west) and plane moves (each a plane south) since time 0."""
+        """Return slot moves (west) and plane moves (south) since time 0."""
         plane0, slot0 = self._origin
         plane, slot = self.cell_at(time_s)
         return slot0 - slot, plane - plane0
 
     def next_crossing_s(self, time_s: float) -> float:
-        """Return the time, to within rounding, at which the overhead point next reaches the edge of its cell; infinity:
-        never.
-        """
+        """Return the time at which the overhead point next reaches the edge of its cell."""
         piece = bisect_right(self._times, time_s)
         while True:
             end_s = self.knots[piece].time_s if piece < len(self.knots) else math.inf
@@ -113,10 +105,7 @@ def _until_edge_s(cell: float, rate: float) -> float:
 
 
 def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool = False) -> Track:
-    """Return the track of the overhead point of ``place`` on a branch (see ``visibility``), from the epoch on.
-
-    For a moving host it is exact at the waypoints and every quarter of a degree between them.
-    """
+    """Return the track of ``place`` on a branch (see ``visibility``)."""
     rates = (1 / plane_move_period_s(shell), -1 / slot_move_period_s(shell))
     times = _knot_times(place) if isinstance(place, Trajectory) else [0.0]
     knots: list[Knot] = []
@@ -132,18 +121,12 @@ def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool
 
 
 def planes_of_turn(shell: Shell) -> int:
-    """Return the number of planes that pass per rotation of the Earth; planes of a star pass twice, climbing and
-    descending.
-    """
+    """Return the planes that pass per rotation of the Earth; a star's pass twice."""
     return shell.planes * round(2 * math.pi / shell.span_rad)
 
 
 def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float) -> tuple[float, float]:
-    """Return ``(wait_s, for_s)`` of the next time without a seam in the box of a fixed host.
-
-    ``wait_s`` is the time after ``from_s`` until a box that reaches this many planes north and south of its centre has
-    no seam of the star in it; ``for_s`` is the duration.
-    """
+    """Return ``(wait_s, for_s)`` until, and of, the next time without a seam in a fixed host's box."""
     rate = track.rates[0]
     first, last = north - 0.5, shell.planes - 1 - south + 0.5
     turn = planes_of_turn(shell)
@@ -165,7 +148,7 @@ def _knot_times(way: Trajectory) -> list[float]:
 
 
 class Waypoint(NamedTuple):
-    """Position of the host ``time_s`` seconds (of the satellites' time) after the epoch."""
+    """Position of a host, in satellites' seconds after the epoch."""
 
     time_s: float
     latitude_deg: float
@@ -177,9 +160,9 @@ Vector = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Path of a host over the ground, such as a ship or an aircraft: great circles between timed waypoints.
+    """Path of a host over the ground: great circles between waypoints in ascending order, at least one.
 
-    At least one waypoint, in ascending order of time; the host stands still before the first and after the last.
+    The host stands still before the first and after the last.
     """
 
     waypoints: tuple[Waypoint, ...]
@@ -225,7 +208,6 @@ class Trajectory:
             )
 
     def leg_rad(self, leg: int) -> float:
-        """Return the angle at the centre of the Earth between a waypoint and the next."""
         return _angle_rad(_unit(self.waypoints[leg]), _unit(self.waypoints[leg + 1]))
 
     def at(self, time_s: float) -> GroundHost:
@@ -252,7 +234,7 @@ def host_at(place: Place, time_s: float) -> GroundHost:
 
 
 def parse_waypoints(lines: Iterable[str], where: str) -> tuple[Waypoint, ...]:
-    """Return the waypoints of a text: ``seconds latitude longitude`` per line, ``#`` starts a comment."""
+    """Parse lines ``seconds latitude longitude``; ``#`` starts a comment."""
     points = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
@@ -289,10 +271,7 @@ def _angle_rad(a: Vector, b: Vector) -> float:
 
 
 class Stop(NamedTuple):
-    """Position of a user at a time, in cells, with straight lines in between.
-
-    Rows grow south, columns east; whole numbers are centres of cells.
-    """
+    """Position of a user in cells, whose centres are whole numbers; rows grow south, columns east."""
 
     time_s: float
     row: float
@@ -301,21 +280,15 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """Grid of ``rows`` by ``columns`` base stations, each linked to its four neighbours."""
-
     rows: int
     columns: int
 
     @property
     def torus(self) -> Torus:
-        """Torus for placement and routing; paths keep away from the links that join opposite edges."""
         return Torus(self.rows, self.columns)
 
     def track(self, path: Sequence[Stop], margin: int) -> Track:
-        """Return the moves of a box around a user on this path, who stands still before the first stop and after the
-        last.
-
-        ``margin`` is the number of cells that the box extends from its centre.
+        """Return the moves of a box that extends ``margin`` cells around a user on this path.
 
         Raises:
             InvalidInput: no stops, stops out of order, or a stop too near to the edge of the grid.
@@ -341,7 +314,7 @@ class CellGrid:
 
 
 def parse_grid(text: str) -> CellGrid:
-    """Return the grid of a text ``24x24``: rows and columns.
+    """Parse rows and columns such as ``24x24``.
 
     Raises:
         InvalidInput: another format, or more than 200 rows or columns.

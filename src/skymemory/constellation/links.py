@@ -1,12 +1,8 @@
 """Capacity of links: rates, other traffic, queues, planned outages, rain.
 
-Three classes of links: ``up`` and ``down`` are the directions of a beam (each host has its own beam to each satellite
-that it talks to), ``isl`` is a direction of a link between satellites. Each direction is a FIFO of bytes and stores and
-forwards packets: a packet waits for earlier packets, is sent for size / rate seconds, then propagates. Its size is the
-datagram (Space Packet, headers and payload) plus 28 bytes of UDP and IPv4. A packet that does not fit into the buffer
-is dropped; a packet that would leave during an outage is lost. Both are counted.
-
-Everything is a pure function of the time since the plan's epoch and a seed, so hosts, clients and the simulator agree.
+``up`` and ``down`` are the directions of a beam (each host has its own to each satellite), ``isl`` a direction of a
+link between satellites. All is a pure function of the time since the epoch and a seed, so hosts, clients and the
+simulator agree.
 """
 
 from __future__ import annotations
@@ -27,9 +23,9 @@ from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S, parse_rate
 LinkClass = Literal["up", "down", "isl"]
 LINK_CLASSES: tuple[LinkClass, ...] = ("up", "down", "isl")
 DATAGRAM_OVERHEAD_BYTES = 28
-"""Bytes of UDP and IPv4 headers; stated rates exclude the framing of the physical layer."""
+"""Bytes of UDP and IPv4 headers."""
 LEAST_BUFFER_BYTES = 65_536
-"""Minimum buffer, which fits the longest datagram."""
+"""Minimum buffer: the longest datagram."""
 LOST = -1.0
 
 _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
@@ -40,12 +36,11 @@ _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
 }
 _SATELLITE = re.compile(r"(\d{1,4}),(\d{1,4})(?:-(\d{1,4}),(\d{1,4}))?")
 _FADE_STEPS = ((0.0, 1.0), (3.0, 0.5), (6.0, 0.25), (9.0, 0.125))
-"""Decibels beyond the fade margin, and the share of the rate that remains.
-
-Modulation and coding carry half as much per 3 dB; beyond the last step the beam is out.
+"""Decibels beyond the fade margin, and the remaining share of the rate (half as much per 3 dB); then the beam is
+out.
 """
 _LEAST_ELEVATION_DEG = 5.0
-"""Elevation below which the path through the rain no longer grows (as in ITU-R P.618)."""
+"""Elevation below which the path through rain no longer grows (ITU-R P.618)."""
 
 
 def _rate(value: object) -> float:
@@ -72,10 +67,10 @@ def _number(least: float, most: float) -> Callable[[object], float]:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Planned outage: from ``from_s`` to ``to_s`` after the epoch these links carry nothing.
+    """Planned outage, in seconds after the epoch.
 
-    ``link`` is a class (``up``, ``down``, ``isl``, or ``beams`` for both directions of all beams), ``2,9`` (all links
-    of a satellite) or ``2,9-2,10`` (the link between two satellites).
+    ``link`` is a class (``up``, ``down``, ``isl``, or ``beams``: both ways), ``2,9`` (a satellite's links) or
+    ``2,9-2,10`` (a link).
     """
 
     link: str = setting("link", text, "", "which")
@@ -99,19 +94,14 @@ class Outage:
 
     @property
     def satellites(self) -> frozenset[SatelliteId]:
-        """Satellites that all affected links end at; empty: it affects all links of its classes."""
+        """Satellites at which all affected links end; empty: any."""
         return frozenset() if self.link in _WHOLE_CLASSES else _satellites_of(self.link)
 
     def hits(self, kind: LinkClass, satellites: tuple[SatelliteId, ...]) -> bool:
-        """Return True if it affects a link of this class with these satellites (a beam has a single satellite)."""
         return kind in self.classes and self.satellites <= set(satellites)
 
     def check(self, torus: Torus) -> None:
-        """Check that the grid has the satellites and the link.
-
-        Raises:
-            InvalidInput: it names a satellite or a link that the grid does not have.
-        """
+        """Raise ``InvalidInput`` if the grid lacks the satellite or the link."""
         if self.link in _WHOLE_CLASSES:
             return
         named = _satellites_of(self.link)
@@ -175,9 +165,9 @@ def _fitted(terms: _Terms, slope: float, offset: float, frequency_ghz: float) ->
 
 @lru_cache(maxsize=64)
 def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
-    """Return ``k`` and ``alpha`` of ITU-R P.838-3 (equations 2 to 5) for circular polarization.
+    """Return ``k`` and ``alpha`` of ITU-R P.838-3 (equations 2 to 5) for circular polarization, 1 to 1000 GHz.
 
-    The attenuation in dB/km is ``k · R ** alpha`` at ``R`` mm/h. Valid from 1 to 1000 GHz.
+    The attenuation in dB/km is ``k · R ** alpha`` at ``R`` mm/h.
     """
     k_h = 10 ** _fitted(_K_H, -0.18961, 0.71147, frequency_ghz)
     k_v = 10 ** _fitted(_K_V, -0.16398, 0.63297, frequency_ghz)
@@ -190,10 +180,8 @@ def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Rain:
-    """Rain in spells over a host's place.
-
-    Each spell of ``spell_s`` is wet with probability ``share``; its rate is exponentially distributed with mean
-    ``mm_h``.
+    """Rain over a host's place, in spells that are wet with probability ``share``, with exponentially distributed
+    rate.
     """
 
     mm_h: float = setting("rate", _number(0.1, 200.0), 10.0, "mean rain rate of a wet spell, mm/h")
@@ -209,14 +197,13 @@ class Rain:
             raise InvalidInput(f"spell {self.spell_s:g}: expected more than 0 s")
 
     def rate_mm_h(self, at_s: float, place: str, seed: int) -> float:
-        """Return the rain rate over a place; 0 if dry."""
         return _drawn(self, math.floor(at_s / self.spell_s), place, seed)
 
     def fade_db(self, kind: LinkClass, rate_mm_h: float, elevation_deg: float) -> float:
-        """Return the fade, ``k · R ** alpha`` over the effective slant path below the rain height, in dB.
+        """Return the fade in dB, on the slant path below the rain height.
 
-        Because rain is patchy, the path is multiplied by the reduction factor ``1 / (1 + path · cos(elevation) / L0)``
-        with ``L0 = 35 · exp(−0.015 R)`` km (ITU-R P.618).
+        Since rain is patchy the path is times ``1 / (1 + path · cos(elevation) / L0)``, ``L0 = 35 · exp(−0.015 R)`` km
+        (ITU-R P.618).
         """
         if rate_mm_h <= 0:
             return 0.0
@@ -240,7 +227,7 @@ def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
-    """Return the elevation of a satellite at this height whose beam has this light time."""
+    """Return a satellite's elevation from its height and its beam's light time."""
     slant_m, radius_m = one_way_s * SPEED_OF_LIGHT_M_S, EARTH_RADIUS_M + altitude_m
     sine = (radius_m**2 - EARTH_RADIUS_M**2 - slant_m**2) / (2 * EARTH_RADIUS_M * max(slant_m, 1.0))
     return math.degrees(math.asin(max(-1.0, min(1.0, sine))))
@@ -256,7 +243,6 @@ def _outages(value: object) -> tuple[Outage, ...]:
 
 
 def _elevations(value: object) -> tuple[tuple[float, float], ...]:
-    """Return pairs of the lowest elevation and the share of the rate from there on, ascending."""
     pairs = (
         [tuple(pair) if isinstance(pair, list | tuple) else () for pair in value]
         if isinstance(value, list | tuple)
@@ -295,9 +281,8 @@ def _named(name: str, share: object) -> float:
 class Links:
     """Rates of links in bit/s (None: unlimited), and what reduces them.
 
-    ``load`` is the share of each class that other traffic takes; ``(1 − share) · rate`` remains. ``elevations`` has the
-    lowest elevation (degrees) and the share of a beam's rate from there on; below the first elevation the beam is out.
-    For ``handover_gap_s`` after a change of the gateway the host sends nothing; answers on the old beam still arrive.
+    ``elevations`` pairs a lowest elevation with a share of a beam's rate; below the first the beam is out. In a
+    handover gap answers on the old beam still arrive.
     """
 
     up_bit_s: float | None = setting("up", _rate, None, "rate of a beam upwards")
@@ -323,7 +308,7 @@ class Links:
 
     @classmethod
     def read(cls, found: Mapping[str, Any], where: str) -> Links:
-        """Return the links of a table, from TOML or from a plan's JSON; ``where`` begins error messages.
+        """Return the links of a table; ``where`` begins error messages.
 
         Raises:
             InvalidInput: an unknown key or an invalid value.
@@ -331,7 +316,6 @@ class Links:
         return filled(cls, found, where)
 
     def as_table(self) -> dict[str, Any]:
-        """Return the table from which ``read`` makes these links, without default values."""
         default, entries = Links(), {}
         for key, field in known_keys(Links).items():
             value = getattr(self, field.name)
@@ -349,7 +333,6 @@ class Links:
         return entries
 
     def bytes_per_s(self, kind: LinkClass) -> float:
-        """Return the rate without other traffic's share, in clear weather; infinite without a rate."""
         rates = {"up": self.up_bit_s, "down": self.down_bit_s, "isl": self.isl_bit_s}
         bit_s = rates[kind]
         return math.inf if bit_s is None else bit_s * (1.0 - dict(self.load).get(kind, 0.0)) / 8
@@ -362,10 +345,7 @@ class Links:
         elevation: Callable[[], float] = lambda: 90.0,
         place: str = "",
     ) -> float:
-        """Return the share of the rate that a link has ``at_s`` seconds after the epoch: 1 clear, 0 out.
-
-        ``elevation`` (degrees) and ``place`` are of the host of a beam.
-        """
+        """Return the share of a link's rate ``at_s`` seconds after the epoch, for a beam's ``elevation`` (degrees)."""
         for outage in self.outages:
             if outage.from_s <= at_s < outage.to_s and outage.hits(kind, satellites):
                 return 0.0
@@ -388,11 +368,7 @@ def _table_of(one: Outage | Rain) -> dict[str, Any]:
 
 
 class LinkCounts:
-    """Counters of all links of a class.
-
-    Packets carried and their bytes (counted on each link of a path), packets dropped by full buffers and lost in
-    outages, and the longest wait.
-    """
+    """Counters of a class; a packet counts on each link of its path."""
 
     __slots__ = ("bytes", "carried", "dropped", "longest_s", "outage")
 
@@ -402,14 +378,13 @@ class LinkCounts:
 
 
 class LinkQueue:
-    """Queue of one direction of a link. Its only state is the time at which the transmitter is free."""
+    """Queue of one direction of a link; its only state is when the transmitter is free."""
 
     __slots__ = ("_buffer_bytes", "_counts", "_factor", "bytes_per_s", "free_s")
 
     def __init__(
         self, bytes_per_s: float, buffer_bytes: int, counts: LinkCounts, factor: Callable[[float], float] | None
     ) -> None:
-        """Create a queue; ``factor`` returns the share of the rate at a time; None: always 1."""
         self.bytes_per_s = bytes_per_s
         self.free_s = -math.inf
         self._buffer_bytes = buffer_bytes
@@ -417,10 +392,9 @@ class LinkQueue:
         self._factor = factor
 
     def leaves_s(self, datagram_bytes: int, now_s: float, urgent: bool = False) -> float:
-        """Return the time at which the last bit of a datagram that arrives now is sent; ``LOST`` if it never is.
+        """Return the time at which a datagram that arrives now is sent completely; ``LOST`` if never.
 
-        ``urgent`` datagrams, as packets of routing protocols, overtake the queue. The rate is taken at the start of the
-        transmission, since a packet is short.
+        ``urgent`` datagrams (routing protocols) overtake the queue.
         """
         free_s = self.free_s
         start_s = free_s if free_s > now_s and not urgent else now_s
@@ -449,16 +423,15 @@ class LinkQueue:
         return start_s + takes_s
 
     def queued_bytes(self, now_s: float) -> float:
-        """Return the bytes that wait or are being sent, at the full rate."""
         return (self.free_s - now_s) * self.bytes_per_s if self.free_s > now_s else 0.0
 
 
 Sight = Callable[[SatelliteId, Any, float], float]
-"""Elevation in degrees of a satellite, as seen by a host, at a time."""
+"""Elevation (degrees) of a satellite above a host at a time."""
 
 
 class LinkQueues:
-    """Queues of many links, created when first used. Hosts are identified by any object of their transport."""
+    """Queues of many links, created when first used."""
 
     def __init__(
         self,
@@ -468,11 +441,7 @@ class LinkQueues:
         place: Callable[[Any], str] = lambda host: "",
         onboard: SatelliteId | None = None,
     ) -> None:
-        """Create the queues.
-
-        ``elevation`` and ``place`` (of a host, for its weather) are needed if beams have weather. ``onboard`` is the
-        satellite that carries the hosts, with no beam in between.
-        """
+        """Create the queues; a satellite ``onboard`` carries the hosts, without a beam."""
         self.links = links
         self._onboard = onboard
         self.counts: dict[LinkClass, LinkCounts] = {kind: LinkCounts() for kind in LINK_CLASSES}
@@ -510,7 +479,6 @@ class LinkQueues:
         return queue
 
     def figures(self, now_s: float) -> dict[str, int]:
-        """Return housekeeping figures: packets lost and bytes queued, by class."""
         waiting = self.queued_bytes(now_s)
         lost = {f"link_{kind}_lost": counts.dropped + counts.outage for kind, counts in self.counts.items()}
         return lost | {f"link_{kind}_queued_bytes": waiting[kind] for kind in LINK_CLASSES}

@@ -1,21 +1,17 @@
 """A shell of circular orbits: positions of its satellites, lengths and light times of its links.
 
-Source: SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Two models of the sky:
+Source: SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Models:
 
-- ``paper``: Kepler's period, a drifting node, a spherical Earth of 6371 km. Needed for the papers' figures.
-- ``j2``: the secular rates of SGP4 for a circular orbit without drag (Brouwer's, with J2, J2² and J4, WGS72), for node
-  and argument of latitude; the ground is the ellipsoid WGS84, the inertial frame is TEME. SGP4's periodic terms are
-  left out: about 10 km, which do not grow.
+- ``paper``: Kepler's period, a drifting node, a spherical Earth of 6371 km.
+- ``j2``: SGP4's secular rates without drag (Brouwer's, with J2, J2² and J4, WGS72), without periodic terms (10 km,
+  which do not grow); WGS84 ground, inertial frame TEME.
 
-*Names.* In a Walker constellation i: T/P/F, slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so that
-after P planes the grid is twisted by F slots. Here the same satellites have other names: slot s of plane k is the
-satellite *nearest* to its position for F = 0, at most half a slot away (``Shell.walker_slot`` maps it back). The torus
-then closes without a twist, the cells of a box are adjacent, and routing, placement and handover need not know F. Links
-between planes have an offset of F/P or F/P − 1 slots. (With Walker's names it is always F/P, so a box with as many rows
-as columns would be sheared by at least half its width.)
+Walker's slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so after P planes the grid is twisted by F
+slots. Here slot s of plane k is the satellite *nearest* to its position for F = 0 (``Shell.walker_slot`` maps back):
+the torus closes without a twist, and routing, placement and handover need not know F.
 
-Two-line elements are not propagated: placement needs a regular grid that every host computes to the same bit, and
-station keeping corrects drift within a slot.
+Two-line elements are not propagated: every host must compute the same regular grid to the bit, and station keeping
+corrects drift within a slot.
 """
 
 from __future__ import annotations
@@ -39,37 +35,34 @@ SkyModel = Literal["paper", "j2"]
 SKY_MODELS: tuple[SkyModel, ...] = get_args(SkyModel)
 Pattern = Literal["delta", "star"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-"""``delta``: nodes all round the equator. ``star``: nodes over half of it; the first and last planes fly in opposite
-directions and have no links with each other."""
+"""Spread of nodes: round the equator, or over half of it."""
 
 LINK_CLEARANCE_M = 80_000.0
-"""Minimum height of a laser link above the ground, outside the atmosphere."""
+"""Minimum height of a laser link, outside the atmosphere."""
 EARTH_J2 = 1.08262668e-3
 WGS84_RADIUS_M = 6_378_137.0
 
 # SGP4's constants (WGS72, Spacetrack Report 3 as revised by Vallado 2006).
 _WGS72_RADIUS_M = 6_378_135.0
 _WGS72_XKE = 60.0 / math.sqrt(6378.135**3 / 398600.8)
-"""Mean motion of an orbit of one Earth radius, in radians per minute."""
+"""Mean motion at one Earth radius, in radians per minute."""
 _WGS72_J2 = 1.082616e-3
 _WGS72_J4 = -1.65597e-6
 
 
 def neighbour_chord_m(count: int, altitude_m: float) -> float:
-    """Return the distance of neighbours among ``count`` satellites spread evenly over a circle (equations 1 and 2)."""
+    """Return the distance of neighbours among ``count`` satellites (equations 1 and 2)."""
     return (EARTH_RADIUS_M + altitude_m) * math.sqrt(2 * (1 - math.cos(2 * math.pi / count)))
 
 
 class Secular(NamedTuple):
-    """Circular orbit as SGP4 flies it without drag and periodic terms. Metres, radians per second."""
+    """Circular orbit of SGP4 without drag and periodic terms."""
 
     radius_m: float
-    """Mean distance from the centre of the Earth."""
     argument_rad_s: float
-    """Rate of the argument of latitude."""
     node_rad_s: float
     kozai_rad_min: float
-    """Mean motion as element sets state it, in radians per minute."""
+    """Mean motion as element sets state it (Kozai's)."""
 
 
 @lru_cache(maxsize=256)
@@ -96,7 +89,7 @@ def secular(axis_m: float, inclination_rad: float) -> Secular:
 
 
 def _kozai_excess(kozai: float, cos2: float) -> float:
-    """Return the relative excess of Kozai's over Brouwer's mean motion; SGP4's ``del``."""
+    """Return Kozai's relative excess over Brouwer's mean motion; SGP4's ``del``."""
     axis = (_WGS72_XKE / kozai) ** (2 / 3)
     d1 = 0.75 * _WGS72_J2 * (3 * cos2 - 1)
     share = d1 / axis**2
@@ -105,7 +98,6 @@ def _kozai_excess(kozai: float, cos2: float) -> float:
 
 
 def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> float:
-    """Return the altitude of a ``j2`` shell whose element sets state this mean motion (radians per minute)."""
     cos2 = math.cos(math.radians(inclination_deg)) ** 2
     motion = kozai_rad_min / (1 + _kozai_excess(kozai_rad_min, cos2))
     return float((_WGS72_XKE / motion) ** (2 / 3) * _WGS72_RADIUS_M - WGS84_RADIUS_M)
@@ -116,13 +108,10 @@ class Shell:
     """Shell of ``planes`` × ``slots_per_plane`` satellites: a Walker constellation, or close to it.
 
     Args:
-        altitude_m: height above ``earth_radius_m`` of the orbit's radius (``paper``) or mean semi-major axis (``j2``).
+        altitude_m: radius (``paper``) or mean semi-major axis (``j2``) minus ``earth_radius_m``.
         phase: Walker's F, 0 to planes − 1.
-        pattern: ``delta`` or ``star``.
-        model: model of the sky; see the module.
-        plane_offsets: argument of latitude of each plane at the epoch relative to 2π·s/slots, in slots, for shells that
-            are not Walker constellations. By default from ``phase``.
-        plane_nodes_rad: right ascensions at the epoch, eastward once round. By default spread evenly.
+        plane_offsets: offset of each plane at the epoch, in slots; default from ``phase``.
+        plane_nodes_rad: right ascensions at the epoch, eastward once round; default evenly spread.
 
     Raises:
         InvalidInput: an impossible orbit, phase, number of planes or slots, offsets or nodes.
@@ -138,11 +127,10 @@ class Shell:
     plane_offsets: tuple[float, ...] = ()
     plane_nodes_rad: tuple[float, ...] = ()
     radius_m: float = field(init=False, repr=False, compare=False)
-    """Mean distance from the centre of the Earth."""
     period_s: float = field(init=False, repr=False, compare=False)
-    """Time of a revolution: Kepler's (``paper``), or from node to node (``j2``)."""
+    """Time of a revolution; ``j2``: from node to node."""
     node_rate_rad_s: float = field(init=False, repr=False, compare=False)
-    """Drift of the ascending nodes due to the Earth's flattening; westward for prograde orbits."""
+    """Drift of the nodes; westward for prograde orbits."""
     _offsets: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _nodes_rad: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
@@ -201,7 +189,6 @@ class Shell:
 
     @property
     def earth_radius_m(self) -> float:
-        """Radius of the papers' sphere, or at the equator."""
         return EARTH_RADIUS_M if self.model == "paper" else WGS84_RADIUS_M
 
     @property
@@ -210,10 +197,10 @@ class Shell:
 
     @property
     def kozai_rad_min(self) -> float:
-        """Mean motion for element sets of these satellites, as ``sgp4init`` takes it: radians per minute.
+        """Mean motion for element sets, as ``sgp4init`` takes it.
 
         Raises:
-            InvalidInput: the model is ``paper``, which is not SGP4's.
+            InvalidInput: the model is ``paper``.
         """
         if self.model == "paper":
             raise InvalidInput("a shell of model 'paper' has no mean motion of SGP4's: expected model 'j2'")
@@ -221,9 +208,7 @@ class Shell:
 
     @property
     def epoch_cell(self) -> tuple[float, float]:
-        """Pair ``(node_rad, slots)`` that all planes' nodes and offsets share, for shells that are not Walker
-        constellations; otherwise (0, 0).
-        """
+        """Pair ``(node_rad, slots)`` that all planes' given nodes and offsets share."""
         node_rad = slots = 0.0
         if self.plane_nodes_rad:
             parts = [node - self.span_rad * k / self.planes for k, node in enumerate(self.plane_nodes_rad)]
@@ -233,23 +218,18 @@ class Shell:
         return node_rad, slots
 
     def walker_slot(self, plane: int, slot: int) -> int:
-        """Return the slot of this satellite in Walker's numbering.
-
-        There, slot j of plane k has the argument of latitude 2π·(j + F·k/P)/M at the epoch.
-        """
+        """Return Walker's slot, which has the argument of latitude 2π·(j + F·k/P)/M at the epoch."""
         return (slot - math.floor(self.phase * plane / self.planes + 0.5)) % self.slots_per_plane
 
     def node_rad(self, plane: int, now_s: float = 0.0) -> float:
-        """Return the right ascension of a plane's ascending node ``now_s`` seconds after the epoch."""
         return self._nodes_rad[plane % self.planes] + self.node_rate_rad_s * now_s
 
     def argument_rad(self, plane: int, slot: int, now_s: float = 0.0) -> float:
-        """Return the argument of latitude of a satellite ``now_s`` seconds after the epoch."""
         turns = (slot + self._offsets[plane % self.planes]) / self.slots_per_plane
         return 2 * math.pi * (turns + now_s / self.period_s)
 
     def position_m(self, u_rad: float, node_rad: float) -> tuple[float, float, float]:
-        """Return the inertial position at argument of latitude ``u_rad`` of the orbit with its node at ``node_rad``."""
+        """Return the inertial position at argument of latitude ``u_rad``."""
         i_rad = math.radians(self.inclination_deg)
         along, across, up = (math.cos(u_rad), math.sin(u_rad) * math.cos(i_rad), math.sin(u_rad) * math.sin(i_rad))
         cos_node, sin_node = math.cos(node_rad), math.sin(node_rad)
@@ -257,9 +237,7 @@ class Shell:
         return r * (cos_node * along - sin_node * across), r * (sin_node * along + cos_node * across), r * up
 
     def positions_m(self, now_s: float | NDArray[np.float64] = 0.0) -> NDArray[np.float64]:
-        """Return inertial positions of all satellites, shape ``(planes, slots_per_plane, 3)``; for an array of times
-        ``(times, planes, slots_per_plane, 3)``.
-        """
+        """Return all inertial positions, shape ``(planes, slots_per_plane, 3)``; times prepend their axis."""
         import numpy as np  # local: verbs that need only delays and maps start without numpy
 
         times = np.asarray(now_s, dtype=np.float64)[..., None, None]
@@ -280,24 +258,19 @@ class Shell:
     # --- Links ---
 
     def d_m_m(self) -> float:
-        """Return the constant distance of neighbours in a plane (equation 1)."""
+        """Return the distance of neighbours in a plane (equation 1)."""
         if self.model == "paper":
             return neighbour_chord_m(self.slots_per_plane, self.altitude_m)
         return 2 * self.radius_m * math.sin(math.pi / self.slots_per_plane)
 
     def d_n_max_m(self) -> float:
-        """Return the largest distance to the same slot of a neighbouring plane (equation 2; at the equator,
-        phase 0).
-        """
+        """Return the largest distance to a neighbouring plane's same slot (equation 2)."""
         if self.model == "paper":
             return neighbour_chord_m(self.planes, self.altitude_m)
         return 2 * self.radius_m * math.sin(math.pi / self.planes)
 
     def d_n_m(self, now_s: float, slot: int = 0, plane: int = 0) -> float:
-        """Return the distance to the same slot of the next plane (the disclosure's D_N(t)).
-
-        The closed form holds for evenly spread planes in phase; otherwise the positions give it.
-        """
+        """Return the distance to the next plane's same slot (the disclosure's D_N(t))."""
         u_rad = self.argument_rad(plane, slot, now_s)
         if self.phase or self.pattern == "star" or self.plane_offsets or self.plane_nodes_rad:
             return self.chord_m(0, 1, u_rad, plane)
@@ -305,11 +278,7 @@ class Shell:
         return self.d_n_max_m() * math.hypot(math.cos(u_rad), cos_i * math.sin(u_rad))
 
     def chord_m(self, d_slot: int, d_plane: int, u_rad: float = 0.0, plane: int = 0) -> float:
-        """Return the exact straight distance from a satellite of ``plane`` at ``u_rad`` to the satellite at this
-        offset.
-
-        Planes that are in phase and evenly spread are all alike.
-        """
+        """Return the straight distance from a satellite of ``plane`` at ``u_rad`` to the satellite at this offset."""
         own_m = self.position_m(u_rad, 0.0)
         u_there = u_rad + self.argument_rad(plane + d_plane, d_slot) - self.argument_rad(plane, 0)
         if self.pattern == "delta" and not self.plane_nodes_rad:
@@ -319,17 +288,15 @@ class Shell:
         return math.dist(own_m, self.position_m(u_there, node_rad))
 
     def longest_plane_link_m(self, plane: int) -> float:
-        """Return the maximum length, over the orbit, of the links from ``plane`` to the next plane."""
+        """Return the maximum length of the links from ``plane`` to the next."""
         # The scalar product of the two unit vectors is A − |B|·cos(2u + δ), with δ the difference of their arguments.
         delta_rad = self.argument_rad(plane + 1, 0) - self.argument_rad(plane, 0)
         return self.chord_m(0, 1, -delta_rad / 2, plane)
 
     def nearest_approach_m(self) -> float:
-        """Return the least distance that satellites of different planes ever have; infinity with a single plane.
+        """Return the least distance ever between satellites of different planes, exactly.
 
-        Exact: planes and slots keep their differences of node Δ and argument δ, and the scalar product of the two unit
-        vectors is A − |B|·cos(2u + δ) with A = ½·(cos Δ + K)·cos δ − cos i·sin Δ·sin δ, B = ½·(cos Δ − K), and K =
-        cos²i·cos Δ + sin²i. Over a revolution of u its maximum is A + |B|.
+        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ the difference of their arguments.
         """
         import numpy as np
 
@@ -349,11 +316,10 @@ class Shell:
 
     @property
     def longest_link_m(self) -> float:
-        """Maximum length of a link that does not pass through the Earth or its atmosphere."""
         return 2 * math.sqrt(max(0.0, self.radius_m**2 - (self.earth_radius_m + LINK_CLEARANCE_M) ** 2))
 
     def link_blocked(self, chord_m: float) -> bool:
-        """Return True if a link of this length would pass through the Earth or its atmosphere."""
+        """Return True if the Earth or its atmosphere blocks a link of this length."""
         if chord_m >= 2 * self.radius_m:
             return True
         return math.sqrt(self.radius_m**2 - (chord_m / 2) ** 2) < self.earth_radius_m + LINK_CLEARANCE_M
@@ -361,10 +327,10 @@ class Shell:
     def slant_m(
         self, d_slot: int, d_plane: int, u_rad: float = 0.0, model: DistanceModel = "exact", plane: int = 0
     ) -> float:
-        """Return the distance from the ground below a satellite of ``plane`` to the satellite at this offset from it.
+        """Return the distance from the ground below a satellite of ``plane`` to the satellite at this offset.
 
-        ``exact``: sqrt(h² + chord²·r_E/(r_E+h)), on a sphere. ``paper``: equations 3 and 4 (a flat sky; planes at their
-        maximum distance).
+        ``exact``: sqrt(h² + chord²·r_E/(r_E+h)), on a sphere. ``paper``: equations 3 and 4 (flat sky, planes at maximum
+        distance).
         """
         if model == "paper":
             return math.hypot(self.d_m_m() * d_slot, self.d_n_max_m() * d_plane, self.altitude_m)
@@ -378,24 +344,17 @@ class Shell:
         return self.slant_m(d_slot, d_plane, u_rad, model, plane) / SPEED_OF_LIGHT_M_S
 
     def isl_one_way_s(self, axis: Axis) -> float:
-        """Return the light time of a link to the next slot or the next plane.
-
-        The length of a link between planes varies over the orbit and, out of phase, between planes; the mean over the
-        planes of their maximum is used.
-        """
+        """Return the light time of a link; between planes, the mean of the planes' maxima."""
         if axis == "slot":
             return self.d_m_m() / SPEED_OF_LIGHT_M_S
         return _plane_links_s(self)[0]
 
     def plane_link_one_way_s(self, plane: int) -> float:
-        """Return the light time of the link from ``plane`` to the next plane, at its maximum length."""
+        """Return the maximum light time to the next plane."""
         return _plane_links_s(self)[1][plane % self.planes]
 
     def hop_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
-        """Return the light time between neighbours on this grid.
-
-        Over a gap it is that of the links of the gap's missing satellites, which is no less.
-        """
+        """Return the light time between neighbours; over a gap, that of the missing links, which is no less."""
         return self.path_one_way_s(here.plane, *torus.delta(here, there))
 
     def route_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
@@ -404,9 +363,7 @@ class Shell:
         return sum(self.hop_one_way_s(torus, *link) for link in pairwise(torus.path(here, there)))
 
     def path_one_way_s(self, plane: int, d_slot: int, d_plane: int) -> float:
-        """Return the light time of ``d_slot`` links along a plane and ``d_plane`` links across planes, starting in
-        ``plane``.
-        """
+        """Return the light time of these links, starting in ``plane``."""
         if not (self.phase or self.plane_offsets or self.plane_nodes_rad):
             return abs(d_slot) * self.isl_one_way_s("slot") + abs(d_plane) * self.isl_one_way_s("plane")
         crossed = range(plane, plane + d_plane) if d_plane > 0 else range(plane + d_plane, plane)
@@ -415,7 +372,6 @@ class Shell:
 
 @lru_cache(maxsize=64)
 def _plane_links_s(shell: Shell) -> tuple[float, tuple[float, ...]]:
-    """Return the maximum light times of the links between planes: their mean, and each plane's."""
     links_s = tuple(shell.longest_plane_link_m(plane) / SPEED_OF_LIGHT_M_S for plane in range(shell.planes))
     linked = links_s[:-1] if shell.pattern == "star" and shell.planes > 1 else links_s
     # In phase, planes are equal except for rounding: use the first exactly.

@@ -14,19 +14,14 @@ from skymemory.constellation.visibility import GroundHost, anchor
 from skymemory.errors import InvalidInput, UnknownPreset
 
 EPOCH_UNIX_S = 1_735_689_600.0
-"""Time 2025-01-01T00:00:00Z, at which plane 0 has its node at the vernal equinox and slot 0 of each plane is at its
-node."""
+"""Time 2025-01-01T00:00:00Z: plane 0 has its node at the vernal equinox, slot 0 of each plane is at its node."""
 DEFAULT_HOST = GroundHost(latitude_deg=40.0, longitude_deg=-75.0)
 DEFAULT_PRESET = "testbed-19x5"
 
 
 @dataclass(frozen=True, slots=True)
 class FlownShell:
-    """Shell of real satellites: all that a plan needs to rebuild it without the element sets.
-
-    ``source`` names its origin. Orbits are those of a ``Shell`` of model ``j2`` at ``epoch_unix_s``; offsets are in
-    slots, one offset per plane.
-    """
+    """Shell of real satellites, from which a plan rebuilds it; offsets are in slots, by plane."""
 
     source: str
     epoch_unix_s: float
@@ -36,9 +31,8 @@ class FlownShell:
     nodes_rad: tuple[float, ...]
     offsets_slots: tuple[float, ...]
     gaps: tuple[SatelliteId, ...]
-    """Cells without a satellite, or with a satellite that no links lead to."""
+    """Cells without a satellite that links lead to."""
     star: bool = False
-    """True if no links join the last plane and the first. (Such a shell flies in scenarios only.)"""
 
     def preset(self) -> Preset:
         """Return it as a constellation.
@@ -49,7 +43,7 @@ class FlownShell:
         return _flown_preset(self)
 
     def linked(self) -> FlownShell:
-        """Return the shell reduced to the largest set of linked satellites; the others count as gaps."""
+        """Return the largest set of linked satellites; the others become gaps."""
         torus = self.torus()
         unreached, most = set(torus.satellites()), list[SatelliteId]()
         while len(unreached) > len(most):
@@ -59,9 +53,7 @@ class FlownShell:
         return replace(self, gaps=tuple(sorted(set(replace(torus, gaps=frozenset()).satellites()) - set(most))))
 
     def torus(self) -> Torus:
-        """Return its grid, with links only as long as they never pass through the Earth (planes taken as evenly
-        spread).
-        """
+        """Return the grid; its links never pass through the Earth."""
         most_slots, most_planes = _widest(self.shell())
         return Torus(
             len(self.nodes_rad), self.slots_per_plane, self.star, frozenset(self.gaps), most_slots, most_planes
@@ -81,7 +73,6 @@ class FlownShell:
 
 
 def _widest(shell: Shell) -> tuple[int, int]:
-    """Return the number of slots and planes that a link may span without ever passing through the Earth, at least 1."""
     slots = planes = 1
     while slots < shell.slots_per_plane // 2 and not shell.link_blocked(shell.chord_m(slots + 1, 0)):
         slots += 1
@@ -118,10 +109,8 @@ def _flown_preset(flown: FlownShell) -> Preset:
 class Preset:
     """Constellation with its defaults.
 
-    ``shell`` gives lengths, delays and the pace of moves; ``torus`` is the grid of existing satellites. They agree for
-    real constellations. The testbed's grid is smaller than the shell from which it takes its geometry. ``fixed_centre``
-    is the satellite overhead at moves (0, 0); None takes the anchor of ``host`` at the epoch. The positions of a
-    ``version`` never change, because plans name it.
+    ``shell`` gives lengths, delays and the pace of moves, ``torus`` the grid (smaller in the testbed). ``fixed_centre``
+    is overhead at moves (0, 0); default the anchor of ``host``. Plans name a ``version``: its positions never change.
     """
 
     name: str
@@ -130,7 +119,6 @@ class Preset:
     torus: Torus
     fixed_centre: SatelliteId | None = None
     access: Literal["ideal", "hybrid"] = "ideal"
-    """Access of new plans: real beams, or the paper's idealization."""
     gateway: Literal["nearest", "climbing"] = "nearest"
     servers: int = 10
     strategy: Literal["rotation", "hop", "rotation_hop", "cost", "baseline"] = "rotation_hop"
@@ -141,20 +129,18 @@ class Preset:
 
     @cached_property
     def centre(self) -> SatelliteId:
-        """Satellite overhead at moves (0, 0)."""
         if self.fixed_centre is not None:
             return self.fixed_centre
         return anchor(self.shell, self.host, self.epoch_unix_s, 0.0).satellite
 
     def moves_at(self, now_s: float) -> tuple[int, int]:
-        """Return ``(slot_moves, plane_moves)`` of the overhead point ``now_s`` seconds after the epoch."""
         return anchor(self.shell, self.host, self.epoch_unix_s, now_s).moves
 
 
 def _real(
     name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float, phase: int
 ) -> tuple[Preset, Preset]:
-    """Return the constellation in its present version, and in the papers' version: phase 0 and a spherical Earth."""
+    """Return the present version, and the papers': phase 0, a spherical Earth."""
     where = f"{altitude_m / 1000:.0f} km, {inclination_deg:g}°"
     title = name.replace("-", " ").title()
     words = f"{title}: {planes} planes of {slots} satellites at {where}"
@@ -201,15 +187,14 @@ PRESETS: dict[str, Preset] = {
         *(newest for newest, _ in _REAL),
     )
 }
-"""Newest version of each constellation."""
 _VERSIONS = {(preset.name, preset.version): preset for preset in (*PRESETS.values(), *(before for _, before in _REAL))}
 
 
 def preset_named(name: str, version: int | None = None) -> Preset:
-    """Return the preset of this name, in its newest version or the given version.
+    """Return the preset of this name; None takes the newest version.
 
     Raises:
-        UnknownPreset: no such name (the message suggests the nearest), or no such version of it.
+        UnknownPreset: no such name (the message suggests the nearest) or version.
     """
     preset = PRESETS.get(name.lower().replace("_", "-"))
     if preset is None:

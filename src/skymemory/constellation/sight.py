@@ -1,8 +1,6 @@
 """Satellites in sight of a host: those above the elevation mask, the gateway first, and their light times.
 
-The arguments include the *centre* of the box as its host counts it, so if an operator pushed the grid, it is seen as if
-the satellites had flown that far. There are two implementations: the real orbits, and, for presets whose grid is not an
-orbit, fixed offsets from the overhead point.
+After an operator's push of the box's *centre*, satellites are seen as if they had flown that far.
 """
 
 from __future__ import annotations
@@ -21,32 +19,26 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""Rules for the gateway.
+"""Rules for the gateway: the highest satellite in sight, or the highest on the box's branch.
 
-``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest satellite on the branch
-of the box, if there is any; usually the climbing branch, over a Walker star sometimes the descending branch. Satellites
-of the other branch are as near to the ground, but half the grid away along the links.
+Satellites of the other branch are half the grid away along the links.
 """
 
 
 class Sight(Protocol):
-    """View of a host, ``sky_s`` seconds after the epoch of the satellites' flight. ``centre`` is that of its box."""
+    """View of a host, ``sky_s`` seconds after the epoch; ``centre`` is that of its box."""
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         """Return the satellites at or above the mask, the gateway first."""
         ...
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
-        """Return the light time of the beam to this satellite.
-
-        For a satellite out of sight it is by the paper's model, as if it were reachable: only access ``ideal`` uses
-        such beams.
-        """
+        """Return the beam's light time; out of sight, by the paper's model (for access ``ideal``)."""
         ...
 
     @property
     def longest_s(self) -> float:
-        """Light time of a beam to a satellite at the mask."""
+        """Light time at the mask."""
         ...
 
     @property
@@ -70,28 +62,20 @@ def check_mask(mask_deg: float) -> None:
 
 
 def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = None) -> float:
-    """Return the cosine of the angle at the Earth's centre between a host and a satellite exactly at the mask.
-
-    The Earth is a sphere, of the shell's radius or of ``ground_radius_m``.
-    """
+    """Return the cosine of the angle at the Earth's centre between a host and a satellite at the mask, on a sphere."""
     mask_rad = math.radians(mask_deg)
     share = (ground_radius_m or shell.earth_radius_m) / shell.radius_m
     return math.cos(math.acos(share * math.cos(mask_rad)) - mask_rad)
 
 
 def farthest_latitude_deg(shell: Shell, mask_deg: float) -> float:
-    """Return the latitude, north and south, beyond which no satellite ever rises above the mask.
-
-    Exact to a quarter of a degree, as on a sphere.
-    """
+    """Return the latitude beyond which no satellite rises, to a quarter of a degree."""
     inclination_deg = min(shell.inclination_deg, 180 - shell.inclination_deg)
     return min(90.0, inclination_deg + math.degrees(math.acos(reach_cosine(shell, mask_deg))) + 0.25)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
-    """Return the light time, on a sphere, to a satellite at this angle (its cosine) from the host at the Earth's
-    centre.
-    """
+    """Return the light time to a satellite at this angle (cosine) at the Earth's centre, on a sphere."""
     r, ground_m = shell.radius_m, shell.earth_radius_m
     return math.sqrt(ground_m**2 + r * r - 2 * ground_m * r * cosine) / SPEED_OF_LIGHT_M_S
 
@@ -105,19 +89,14 @@ def _dot(a: Vector, b: Vector) -> float:
 
 class _Host(NamedTuple):
     below: Vector
-    """Unit vector from the centre of the Earth to the host."""
     up: Vector
-    """Unit vector perpendicular to its horizon; on a sphere ``below``."""
+    """Normal of the horizon; on a sphere ``below``."""
     radius_m: float
-    """Distance from the centre of the Earth."""
     height_m: float
-    """Height of its horizon's plane above the centre of the Earth, along ``up``."""
 
     def sine_and_slant(self, r: float, below: float, up: float) -> tuple[float, float]:
-        """Return the sine of the elevation, and the distance, of a satellite at distance ``r`` from the centre of the
-        Earth.
-
-        ``below`` and ``up`` are the scalar products of its direction with the vectors of that name.
+        """Return the sine of a satellite's elevation, and its distance; ``below`` and ``up`` are scalar products with
+        those vectors.
         """
         slant_m = math.sqrt(max(0.0, r * r + self.radius_m**2 - 2 * r * self.radius_m * below))
         return (r * up - self.height_m) / slant_m, slant_m
@@ -125,7 +104,7 @@ class _Host(NamedTuple):
 
 @dataclass(frozen=True)
 class OrbitSight:
-    """View of the real orbits above a place, in closed form: per plane, the arc above the mask."""
+    """View of real orbits, in closed form: per plane, the arc above the mask."""
 
     shell: Shell
     place: Place
@@ -133,9 +112,7 @@ class OrbitSight:
     mask_deg: float = DEFAULT_MASK_DEG
     rule: GatewayRule = "nearest"
     gaps: frozenset[SatelliteId] = frozenset()
-    """Cells of the grid without a satellite, which are never in sight."""
     descending: bool = False
-    """True if the box is on the descending branch; over a Walker star that is half of each day."""
     track: Track = field(init=False, repr=False)
     any_blocked: bool = field(init=False, repr=False, compare=False)
 
@@ -168,12 +145,12 @@ class OrbitSight:
         return shell.link_blocked(math.dist(own_m, target_m))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
-        """Return the distance by which operators have pushed the box: its centre relative to the anchor."""
+        """Return the operators' pushes."""
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Return the cells above the mask on the grid without pushes, the gateway first."""
+        """Return the cells above the mask, without pushes."""
         shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
         host = self._host(sky_s)
         # On the ellipsoid the vertical deviates from the line to the centre of the Earth, by at most a fifth of a
@@ -248,10 +225,9 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """View of a grid that is not an orbit (the paper's testbed): elevations depend on the offset from the overhead
-    point.
+    """View of a grid that is not an orbit (the paper's testbed), by offsets from the overhead point.
 
-    Its links count as free, because on a ring they would all pass through the Earth.
+    Its links count as free; on a ring all would pass through the Earth.
     """
 
     shell: Shell
@@ -260,7 +236,6 @@ class BoxSight:
     _one_way_s: dict[tuple[SatelliteId, SatelliteId], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Light times by satellite and centre, cached for simulated beams, which need them per batch."""
 
     any_blocked = False
 

@@ -1,8 +1,6 @@
-"""Element sets of real satellites, as two lines or as OMM: reading, checks, propagation by SGP4.
+"""Element sets of real satellites, as two lines or as OMM (CCSDS 502.0).
 
-CelesTrak and Space-Track publish both. A two-line set has 69 columns per line with a checksum of its digits; OMM (CCSDS
-502.0) has the same mean elements as CSV, JSON or XML. The elements are valid only with SGP4, so the package ``sgp4``
-does all mechanics. Its frame is TEME (true equator, mean equinox); ``visibility`` has the ground in it.
+They are valid only with SGP4, so the package ``sgp4`` does all mechanics, in TEME (true equator, mean equinox).
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ _OMM_OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementSet:
-    """Mean elements of a satellite; ``where`` is their place in the file, such as ``line 3``."""
+    """Mean elements of a satellite, and their place in the file."""
 
     name: str
     number: int
@@ -83,19 +81,19 @@ class ElementSet:
 
 @dataclass(frozen=True, slots=True)
 class ElementFile:
-    """Content of a file: one set per satellite in the order of the file, and the reasons for skipped records."""
+    """Sets in the order of the file, a satellite's newest only, and the reasons for skipped records."""
 
     elements: tuple[ElementSet, ...]
     skipped: tuple[str, ...] = ()
 
 
 def read_elements(text: str, *, skip_bad: bool = False) -> ElementFile:
-    """Return the element sets in the text of a file: two-line (with or without names), or OMM as CSV, JSON or XML.
+    """Return the element sets of a text: two-line (with or without names), or OMM as CSV, JSON or XML.
 
-    ``skip_bad`` skips bad records, and all but the newest set of a satellite, and lists them.
+    ``skip_bad`` skips and lists bad records and all but a satellite's newest set.
 
     Raises:
-        InvalidInput: a record is bad (the message has its line), or there is no element set.
+        InvalidInput: a bad record (with its line), or no element set.
         MissingExtra: ``sgp4`` is not installed.
     """
     if find_spec("sgp4") is None:
@@ -136,7 +134,6 @@ def _refuse(reason: str) -> None:
 
 
 def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[ElementSet]:
-    """Yield two-line sets. Names are lines that begin neither with ``1 `` nor with ``2 ``; empty lines are ignored."""
     from sgp4.api import SGP4_ERRORS, Satrec
 
     name = ""
@@ -184,7 +181,6 @@ def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[E
 
 
 def _fraction(text: str) -> float:
-    """Return the value of digits after an implied decimal point."""
     return float(f"0.{int(text):0{len(text)}d}")
 
 
@@ -224,7 +220,6 @@ _SECOND_FIELDS = (
 
 
 def _wrong_line(at: int, line: str, fields: Sequence[_Field]) -> str | None:
-    """Return the fault of a line of elements; None: it is valid."""
     if len(line) != _LINE_LENGTH:
         cut = "truncated" if len(line) < _LINE_LENGTH else "too long"
         return f"line {at}: {cut}, {len(line)} characters: expected {_LINE_LENGTH}"
@@ -340,10 +335,9 @@ def _xml_records(text: str) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class MeanElements:
-    """Mean elements by SGP4 of several satellites at a common time: secular terms with drag, no periodic terms.
+    """Mean elements by SGP4 at a common time: secular terms with drag, no periodic terms.
 
-    Angles in radians; ``motion_rad_s`` and ``axis_m`` (semi-major) are Brouwer's. ``error`` is SGP4's code; 0 if the
-    values are valid.
+    ``axis_m`` is Brouwer's semi-major axis; ``error`` is SGP4's code, 0 if valid.
     """
 
     inclination_rad: Array
@@ -356,7 +350,6 @@ class MeanElements:
 
 
 def mean_elements(elements: Sequence[ElementSet], unix_s: float) -> MeanElements:
-    """Return the mean elements of all satellites at a common time."""
     import numpy as np
 
     day, fraction = julian_days(np.array([unix_s]))
@@ -370,7 +363,7 @@ def mean_elements(elements: Sequence[ElementSet], unix_s: float) -> MeanElements
 
 
 def julian_days(unix_s: Array) -> tuple[Array, Array]:
-    """Return the Julian day in two parts, as ``sgp4`` needs it: a single number would be exact to 40 µs only."""
+    """Return the Julian day in two parts; a single number would be exact to 40 µs only."""
     import numpy as np
 
     day = np.floor(unix_s / 86400.0)
@@ -378,9 +371,8 @@ def julian_days(unix_s: Array) -> tuple[Array, Array]:
 
 
 def teme_states(elements: Sequence[ElementSet], unix_s: Array) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Return positions (m) and velocities (m/s) in TEME, shape ``(satellites, times, 3)``, and SGP4's error codes.
-
-    The code of a satellite is its first error (0: none); with an error, its values are invalid.
+    """Return positions (m) and velocities (m/s) in TEME, shape ``(satellites, times, 3)``, and SGP4's first errors (0:
+    none).
     """
     import numpy as np
     from sgp4.api import SatrecArray

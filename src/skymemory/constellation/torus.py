@@ -1,16 +1,11 @@
-"""The +GRID torus: the links between satellites, and the routes over them.
+"""The +GRID torus: the links between satellites, and the routes over them (SkyMemory paper §3.2 and §4).
 
-Source: SkyMemory paper §3.2 and §4. A constellation has ``planes`` orbital planes of ``slots_per_plane`` satellites.
-Each satellite is linked to its two neighbours in the plane and to the same slot in the two neighbouring planes; both
-rings close. With a *seam* (a Walker star, whose first and last planes fly in opposite directions), these two planes
-have no links with each other, and no route crosses between them.
+Each satellite is linked to its neighbours in the plane and to the same slot of neighbouring planes; both rings close,
+except at a *seam* (first and last planes of a Walker star fly in opposite directions). Over *gaps*, cells without a
+satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next living
+satellite ahead in the plane holds a gap's data.
 
-Real constellations have *gaps*: cells of the grid without a satellite. Both rings close over a gap: a satellite's
-neighbour along an axis is the next living satellite, seen from both sides of the gap, so links are symmetric and at
-most four. (A link to the cell that replaces the gap would have no counterpart at its other end.) The data of a gap is
-held by the next living satellite ahead in its plane.
-
-Directions are those of the figures: slots grow along the motion, which is east; planes grow south.
+Slots grow along the motion, which is east; planes grow south.
 """
 
 from __future__ import annotations
@@ -29,23 +24,20 @@ ROUTING_MODES: tuple[RoutingMode, ...] = ("greedy", "alternate")
 
 
 class SatelliteId(NamedTuple):
-    """Identity of a satellite: orbital plane and slot in the plane, both 0-based."""
-
     plane: int
     slot: int
 
     @property
     def label(self) -> str:
-        """Label as in the paper's figures, ``sat 5, orb 2``: 1-based, satellite first."""
+        """Label as in the paper's figures: 1-based, satellite first."""
         return f"sat {self.slot + 1}, orb {self.plane + 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Torus:
-    """Grid of ``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes.
+    """Grid of ``planes`` rings of ``slots_per_plane`` satellites; ``gaps`` are cells without a satellite.
 
-    With a ``seam`` these rings are open between the last plane and the first. ``gaps`` are cells without a satellite. A
-    link spans at most ``most_slots`` slots or ``most_planes`` planes.
+    A link spans at most ``most_slots`` slots or ``most_planes`` planes.
     """
 
     planes: int
@@ -66,7 +58,6 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of satellites, without gaps."""
         return self.cells - len(self.gaps)
 
     @property
@@ -80,19 +71,17 @@ class Torus:
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
 
     def living(self, cell: SatelliteId) -> SatelliteId:
-        """Return the satellite that holds the data of this cell.
-
-        It is the cell's satellite, or for a gap the next satellite ahead in its plane, or, if the whole plane is empty,
-        in the next plane that is not.
+        """Return the cell's satellite, or that which holds a gap's data: the next ahead in its plane, else in the next
+        plane.
         """
         return _living(self, cell) if cell in self.gaps else cell
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
-        """Return the satellite at these indices, which may lie beyond either end of their rings."""
+        """Return the satellite at indices that may lie beyond their rings."""
         return SatelliteId(plane % self.planes, slot % self.slots_per_plane)
 
     def index(self, satellite: SatelliteId) -> int:
-        """Return the position in plane-major order, 0 … ``cells`` − 1."""
+        """Return the position in plane-major order."""
         return satellite.plane * self.slots_per_plane + satellite.slot
 
     def satellite(self, index: int) -> SatelliteId:
@@ -117,10 +106,9 @@ class Torus:
         return SatelliteId(here.plane, (here.slot - 1) % self.slots_per_plane)
 
     def neighbours(self, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
-        """Return the neighbours north, east, south, west, in the order in which placements walk.
+        """Return the neighbours north, east, south, west, the order of placements.
 
-        If there is none, across a seam or if the next living satellite is too far for a link, ``here`` takes its place,
-        as on a ring of one satellite.
+        ``here`` takes the place of a neighbour across a seam or too far for a link.
         """
         if self.gaps:
             return _over_gaps(self, here)
@@ -131,9 +119,7 @@ class Torus:
         return north, self.east(here), south, self.west(here)
 
     def delta(self, here: SatelliteId, there: SatelliteId) -> tuple[int, int]:
-        """Return signed hops ``(d_slot, d_plane)`` of a shortest path; exactly opposite on a ring counts as west or
-        north.
-        """
+        """Return signed hops ``(d_slot, d_plane)`` of a shortest path; a tie counts as west or north."""
         d_slot = (there.slot - here.slot) % self.slots_per_plane
         if 2 * d_slot >= self.slots_per_plane:
             d_slot -= self.slots_per_plane
@@ -145,7 +131,7 @@ class Torus:
         return d_slot, d_plane
 
     def hops(self, here: SatelliteId, there: SatelliteId) -> int:
-        """Return the number of links on a shortest path: Manhattan distance on the torus, or more around gaps.
+        """Return the number of links on a shortest path.
 
         Raises:
             InvalidInput: no path between the two (gaps too wide for links), or a gap.
@@ -163,11 +149,9 @@ class Torus:
     ) -> SatelliteId:
         """Return the next hop of a packet to ``there``; ``here`` itself on arrival.
 
-        ``greedy`` is the rule of paper §4, planes first, with a correction: if both ways around a ring are equally long
-        the printed rule stops; this rule goes north or west. ``alternate`` swaps axes at each hop, which spreads the
-        flows of a box evenly over the four links of its centre, both in and out (``came_axis`` is the axis of the
-        incoming link; without it, the axis with more remaining hops). With gaps: the neighbour that this rule names if
-        it is on a shortest path, else the first neighbour that is.
+        ``greedy`` is the rule of paper §4, planes first, except that a tie, at which the printed rule stops, goes north
+        or west. ``alternate`` swaps axes at each hop, which spreads a box's flows evenly over its centre's links. With
+        gaps, the hop must be on a shortest path.
         """
         if self.gaps:
             return self._next_over_gaps(here, there, mode, came_axis)
@@ -207,7 +191,7 @@ class Torus:
         return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that diagonals also spread over the four links
 
     def path(self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
-        """Return all satellites on the path, both ends included: ``hops(here, there) + 1``."""
+        """Return the satellites on the path, both ends included."""
         way = [here]
         came_axis: Axis | None = None
         while here != there:
@@ -221,7 +205,6 @@ class Torus:
 # --- Over gaps ---
 
 _FAR = 0xFFFF
-"""Number of links if no path exists."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -253,7 +236,7 @@ def _over_gaps(torus: Torus, here: SatelliteId) -> tuple[SatelliteId, SatelliteI
 
 @lru_cache(maxsize=2048)
 def _distances(torus: Torus, there: SatelliteId) -> array[int]:
-    """Return the links from each satellite to ``there``, by index; ``_FAR`` for gaps and if no path exists."""
+    """Return the links from each satellite to ``there``, by index."""
     links = array("H", [_FAR]) * torus.cells
     if there not in torus:
         return links
@@ -269,6 +252,5 @@ def _distances(torus: Torus, there: SatelliteId) -> array[int]:
 
 
 def reached_from(torus: Torus, there: SatelliteId) -> list[SatelliteId]:
-    """Return the satellites from which links lead to ``there``, itself included."""
     links_to = _distances(torus, there)
     return [satellite for satellite in torus.satellites() if links_to[torus.index(satellite)] != _FAR]

@@ -1,16 +1,12 @@
 """Visibility from the ground: elevations, the anchor of a host's box, its gateway.
 
-The satellite nearest to a host changes about every minute, mostly across planes and between the climbing and descending
-branches of orbits. A box that followed it would migrate all the time. So the box is centred on an *anchor*: the grid
-cell of the overhead point on a fixed branch, a pure function of host, epoch and time. It steps a slot west whenever the
-satellites have flown one slot, and a plane south whenever the Earth, relative to the drifting nodes, has turned one
-plane.
+The satellite nearest to a host changes about every minute, between planes and branches; a box that followed it would
+always migrate. So its centre is an *anchor*: the cell of the overhead point on a fixed branch, a pure function of host,
+epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns relative to the
+nodes. (Without plane steps, the papers' box sinks below the horizon within two hours.)
 
-The papers step slots only; the plane of the box then sinks below the horizon within two hours.
-
-With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are relative to the plane
-perpendicular to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) requires.
-With ``paper`` it is a sphere that turns by the Earth rotation angle.
+``j2``: WGS84 at height 0, geodetic, turning by mean sidereal time (TEME). ``paper``: a sphere that turns by the Earth
+rotation angle.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ DEFAULT_MASK_DEG = 25.0
 
 @dataclass(frozen=True, slots=True)
 class GroundHost:
-    """Place on the ground; latitude grows north, longitude east."""
+    """Place in degrees north and east."""
 
     latitude_deg: float
     longitude_deg: float
@@ -51,8 +47,6 @@ class GroundHost:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Centre of a host's box, and the moves since the epoch that led to it."""
-
     satellite: SatelliteId
     slot_moves: int
     plane_moves: int
@@ -63,17 +57,16 @@ class Anchor:
 
 
 def earth_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Return the Earth rotation angle ``now_s`` after the epoch (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
+    """Return the Earth rotation angle (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
     days_since_j2000 = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch = 2 * math.pi * (0.7790572732640 + 1.00273781191135448 * days_since_j2000)
     return math.fmod(at_epoch, 2 * math.pi) + EARTH_ROTATION_RAD_S * now_s
 
 
 def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Return Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch: the longitude of TEME's x
-    axis.
+    """Return Greenwich mean sidereal time of 1982 as an angle (UT1 taken as UTC).
 
-    UT1 is taken as UTC. Linear in ``now_s``; the error is 1e-9 rad after a year.
+    Linear in ``now_s``; the error is 1e-9 rad after a year.
     """
     days = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch_s = 67310.54841 + 86400.0 * math.fmod(days, 1.0)
@@ -82,7 +75,6 @@ def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
 
 
 _SIDEREAL_PER_CENTURY_S = 8640184.812866
-"""Gain of sidereal over mean solar time per century, in seconds."""
 
 
 def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
@@ -95,12 +87,11 @@ _SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
 
 
 def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: Times) -> Times:
-    """Return the angle by which the Earth has turned in the frame of the satellites, ``now_s`` after the epoch."""
     return earth_angle_rad(epoch_unix_s, now_s) if model == "paper" else sidereal_angle_rad(epoch_unix_s, now_s)
 
 
 def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
-    """Return a place's distance from the Earth's axis and, northward, from the plane of the equator."""
+    """Return a place's distance from the Earth's axis and, northward, from the equator's plane."""
     sine, cosine = math.sin(math.radians(latitude_deg)), math.cos(math.radians(latitude_deg))
     if model == "paper":
         return EARTH_RADIUS_M * cosine, EARTH_RADIUS_M * sine
@@ -109,9 +100,7 @@ def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
 
 
 def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
-    """Return the argument of latitude at which the climbing branch passes vertically over the host, or nearest
-    to it.
-    """
+    """Return the argument of latitude at which the climbing branch passes over the host, or nearest to it."""
     i_rad = math.radians(shell.inclination_deg)
     if shell.model == "paper":
         sine = math.sin(math.radians(host.latitude_deg)) / math.sin(i_rad)
@@ -128,10 +117,9 @@ def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
 def overhead_cell(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, descending: bool = False
 ) -> tuple[float, float]:
-    """Return ``(plane, slot)`` of the overhead point on a branch: real numbers that do not wrap.
+    """Return ``(plane, slot)`` of the overhead point on a branch, not wrapped.
 
-    Over a Walker star planes from the last plane on do not exist: a host is below the climbing branch for half of each
-    day, and below the descending branch for the other half.
+    A star has no planes from its last on: each branch is overhead for half of the day.
     """
     u_rad = overhead_argument_rad(shell, host)
     if descending:
@@ -155,7 +143,6 @@ def anchor(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) ->
 
 
 def nearest(cell: float) -> int:
-    """Return the cell of a point; a cell extends half a cell to either side."""
     return math.floor(cell + 0.5)
 
 
@@ -164,13 +151,12 @@ def slot_move_period_s(shell: Shell) -> float:
 
 
 def plane_move_period_s(shell: Shell) -> float:
-    """Return the time between two plane moves: the Earth's rotation relative to the drifting nodes."""
     rate_rad_s = EARTH_ROTATION_RAD_S if shell.model == "paper" else _SIDEREAL_RATE_RAD_S
     return shell.span_rad / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
 def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Return the position of a place in the Earth-fixed frame turned by ``angle_rad``; shape ``(3,)``."""
+    """Return a place in the Earth-fixed frame turned by ``angle_rad``."""
     import numpy as np  # local, as below: verbs that need only delays and maps start without numpy
 
     out_m, north_m = ground_m(model, place.latitude_deg)
@@ -179,7 +165,7 @@ def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -
 
 
 def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Return the unit vector perpendicular to the horizon of a place, in the frame of ``place_m``; shape ``(3,)``."""
+    """Return the normal of the horizon in the frame of ``place_m``."""
     import numpy as np
 
     latitude = math.radians(place.latitude_deg)
@@ -191,17 +177,17 @@ def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
 def host_position_m(
     host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
 ) -> NDArray[np.float64]:
-    """Return the inertial position of the host, shape ``(3,)``."""
+    """Return the host's inertial position."""
     return place_m(host, model, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper") -> NDArray[np.float64]:
-    """Return the inertial unit vector perpendicular to the host's horizon, shape ``(3,)``."""
+    """Return the inertial normal of the host's horizon."""
     return place_up(host, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Return straight distances from the host to every satellite, also through the Earth; ``(planes, slots)``."""
+    """Return straight distances to every satellite, also through the Earth; ``(planes, slots)``."""
     import numpy as np
 
     offsets = shell.positions_m(now_s) - host_position_m(host, epoch_unix_s, now_s, shell.model)
@@ -209,14 +195,14 @@ def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) 
 
 
 def elevations_deg(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Return the elevation of every satellite above the host's horizon, negative below it; ``(planes, slots)``."""
+    """Return every satellite's elevation, negative below the horizon; ``(planes, slots)``."""
     return elevations_of(shell.positions_m(now_s), host, epoch_unix_s, now_s, shell.model)
 
 
 def elevations_of(
     positions_m: NDArray[np.float64], host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "j2"
 ) -> NDArray[np.float64]:
-    """Return elevations of satellites at these inertial positions (``j2``: TEME), shape ``(…, 3)``, as from SGP4."""
+    """Return elevations for inertial positions (``j2``: TEME), shape ``(…, 3)``."""
     import numpy as np
 
     offsets = positions_m - host_position_m(host, epoch_unix_s, now_s, model)
@@ -227,7 +213,7 @@ def elevations_of(
 def visible(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> list[SatelliteId]:
-    """Return the satellites at or above the elevation mask, highest first."""
+    """Return the satellites at or above the mask, highest first."""
     elevation = elevations_deg(shell, host, epoch_unix_s, now_s).ravel()
     order = (-elevation).argsort(kind="stable")
     return [shell.torus.satellite(int(index)) for index in order if elevation[index] >= mask_deg]
@@ -236,6 +222,5 @@ def visible(
 def gateway(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> SatelliteId | None:
-    """Return the highest satellite in sight (on a sphere also the nearest); None if there is none."""
     in_sight = visible(shell, host, epoch_unix_s, now_s, mask_deg)
     return in_sight[0] if in_sight else None

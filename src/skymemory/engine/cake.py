@@ -1,7 +1,5 @@
-"""Cake for a transformers model: chunked prefill from the front, loading from the back, in one preallocated cache.
-
-The model writes its steps into the front of the cache's memory, and the fetching threads write chunks into its back;
-nothing is moved or concatenated.
+"""Cake for a transformers model: steps are computed at the front of a preallocated cache, chunks loaded into
+its back.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ class Beside(Protocol):
     """Other requests of the engine, which share its steps with the prompt being loaded."""
 
     def ours(self, step_tokens: int) -> int:
-        """Return the tokens of the next step for the prompt being loaded; 0 pauses its computing."""
+        """Return the loaded prompt's tokens of the next step; 0 pauses its computing."""
 
     def run(self, tokens: int, until: Callable[[], bool]) -> int:
         """Compute up to ``tokens`` tokens of the other requests in this thread; returns the number computed.
 
-        Stops between two forward passes when ``until`` returns True: the prompt is complete.
+        Stops between two forward passes when ``until`` returns True.
         """
 
 
@@ -43,10 +41,8 @@ class CakePrefill:
         self.cake = cake
         self.beside: Beside | None = None
         self.on_chunks: Callable[[int], object] | None = None
-        """Callback with the number of chunks of each prompt, before ``on_settled``."""
         self.on_settled: Callable[[int, str], object] | None = None
         self.scheduling_s = 0.0
-        """Seconds spent scheduling the last prompt, over all threads."""
         self._model = model
         self._options = options
 
@@ -104,7 +100,6 @@ class CakePrefill:
                 session.set_budget(budget)
 
     def _compute(self, step: ComputeStep, cache: SkyCache, ids: Tokens, prompt: torch.Tensor) -> None:
-        """Prefill the tokens of ``step``; all tokens before them are in place."""
         if cache.get_seq_length() != step.first_token:
             cache.fill(ids[: step.first_token])
         with torch.inference_mode():
@@ -120,10 +115,9 @@ class CakePrefill:
 
 
 class OtherPrompts:
-    """``Beside`` that computes ``prompts`` in sequence with ``1 - share`` of every step.
+    """``Beside`` that computes ``prompts`` in sequence with ``1 - share`` of every step; ``share`` may be changed.
 
-    It computes at most ``piece_tokens`` per forward pass. ``again``: start each prompt again when it is done, so that
-    there is always other work. ``share`` may be changed at any time.
+    At most ``piece_tokens`` per forward pass; with ``again`` the prompts repeat.
     """
 
     def __init__(
@@ -148,7 +142,7 @@ class OtherPrompts:
         self._cache: DynamicCache | None = None
         self.computed_tokens = 0
         self.finished: dict[int, DynamicCache] = {}
-        """Caches of the finished prompts, by number; empty with ``again``."""
+        """Caches by number of the prompt; empty with ``again``."""
 
     def ours(self, step_tokens: int) -> int:
         return round(step_tokens * self.share) if self._waiting else step_tokens

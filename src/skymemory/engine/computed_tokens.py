@@ -1,4 +1,4 @@
-"""Counter of the tokens that a model computes: the tokens that pass through its embedding."""
+"""Counter of the tokens that pass through a model's embedding."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import torch
 
 
 class ComputedTokens:
-    """Context in which ``passes`` receives the tokens per row of each forward pass of ``model``.
-
-    Empty for a model without a token embedding.
-    """
+    """Context in which ``passes`` receives the tokens per row of each forward pass; empty without a token embedding."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.passes: list[int] = []

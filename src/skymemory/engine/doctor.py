@@ -1,20 +1,23 @@
-"""Checks of a user's own set-up: why the hit rate is 0 (``examine``; for vLLM, ``examine_vllm``), and if the cache
-changes what the model says (``measure_logit_distance``: equal logits in float32, within rounding in 16 bits).
+"""Checks of a user's own set-up: why the hit rate is 0 (``examine``, ``examine_vllm``), and if the cache changes what
+the model says (``measure_logit_distance``).
 
-torch is imported only in functions that use a model: vLLM's logs can be read on any computer.
+torch is imported only if a model is used: vLLM's logs can be read on any computer.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.engine.plugin import PluginSettings, PluginStore
 from skymemory.engine.vllm.identity import EngineReport
 from skymemory.engine.vllm.settings import TESTED_VERSIONS, is_tested
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 _BLOCKS = 3
 _MOST_PROBE_BYTES = 64 << 20
+OPENING_S = 20.0
+"""Longest wait for a store to open: a network folder or a stopped daemon may never answer."""
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Finding:
 class Examination:
     findings: tuple[Finding, ...]
     context: dict[str, str | int | bool]
-    """``CacheContext.describe``: what two computers must agree on to share blocks. Empty if there is none."""
+    """``CacheContext.describe``: what two computers must agree on to share blocks."""
 
     @property
     def well(self) -> bool:
@@ -62,9 +68,9 @@ def examine(
     other: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Examination:
-    """Serve the first blocks of ``text`` twice, first computed, then from ``store``, and generate with them.
+    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and generate with them.
 
-    ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
+    ``other``: the context of an examination elsewhere. ``options``: of ``KVCManager``.
     """
     from skymemory.engine.huggingface import KVCManager
 
@@ -189,9 +195,6 @@ def _compared(
 
 
 def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
-    """Return the differing parts of two layout descriptions, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, tp
-    1``.
-    """
     own_parts, other_parts = (re.split(r", ?|\[|\]", str(text)) for text in (ours, theirs))
     if len(own_parts) == 1 or len(own_parts) != len(other_parts):
         return ours, theirs
@@ -203,8 +206,8 @@ def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
 
 
 def examine_vllm(engines: Mapping[str, EngineReport], address: str | None = None) -> Examination:
-    """Check that these engines, by the names of their logs, find each other's values. If so, store a value, load it and
-    delete it. ``address``: of the store as this computer reaches it, if that differs.
+    """Check that these engines, by log name, find each other's values; store, load and delete a value. ``address``: of
+    the store as this computer reaches it, if that differs.
     """
     findings = [Finding(f"engine {name}", *_engine(report)) for name, report in engines.items()]
     (first, ours), *other_engines = engines.items()
@@ -243,7 +246,7 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
     with ExitStack() as stack:
         for address in addresses:
             try:
-                probe, server = _opened(address, size_bytes)
+                probe, server = open_in_time(partial(_opened, address, size_bytes), lambda late: late[0].close())
                 stack.callback(probe.close)
                 if holder is None:
                     _save(probe, name, value)
@@ -258,6 +261,24 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
             words = "what was stored cannot be deleted everywhere: a tier behind it does not answer"
             findings.append(Finding(f"store {where}", False, words))
     return findings
+
+
+def open_in_time(opening: Callable[[], Opened], close: Callable[[Opened], object]) -> Opened:
+    """Open a store, in a thread; one that opens too late is closed.
+
+    Raises:
+        SkyMemoryError: it did not open within ``OPENING_S``, or what ``opening`` raises.
+    """
+    call = WorkerCall(opening)
+    threading.Thread(target=call.run, name="doctor", daemon=True).start()
+    if not call.wait(OPENING_S) and call.give_up(lambda late: None if late is None else close(late)):
+        raise SkyMemoryError(
+            f"the store did not open within {OPENING_S:g} s: is it running, and does its folder or network answer?"
+        )
+    if call.error is not None:
+        raise call.error
+    assert call.result is not None
+    return call.result
 
 
 def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
@@ -314,15 +335,15 @@ def _load(probe: PluginStore, name: str, value: bytes, where: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LogitDistance:
-    """Distance of next-token logits with the cache from logits without it, in the units of the logits."""
+    """Distance of next-token logits with and without the cache, in their units."""
 
     max_abs: float
     rms: float
     spread: float
-    """Standard deviation of the logits, for comparison with ``rms``."""
+    """Standard deviation of the logits."""
     same_choice: bool
     choice_margin: float
-    """Lead of the best token over the second without the cache."""
+    """Lead of the best token over the second."""
 
     def describe(self) -> str:
         choice = "same" if self.same_choice else "another"
@@ -346,7 +367,7 @@ def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDist
 
 
 def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | None = None) -> torch.Tensor:
-    """Return the logits of the token after ``ids``; with ``kvc``, its prefix is loaded and the rest computed."""
+    """Return the logits of the token after ``ids``; with ``kvc`` from a loaded prefix."""
     import torch
 
     from skymemory.engine.forward import cache_option

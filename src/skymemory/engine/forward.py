@@ -1,8 +1,6 @@
 """Calls of a model: the argument that takes its cache, and the arguments of this package's own passes.
 
-transformers 5.24 renamed that argument from ``past_key_values`` to ``cache``; a model with custom code may have either.
-So it is read from the signature of the model (``cache_argument``), and a cache in a call is found by its type
-(``find_cache``), under any name.
+transformers 5.24 renamed ``past_key_values`` to ``cache``, so the name is read from the model's signature.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from skymemory.engine.kv_cache import SkyCache
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the argument, the newer first."""
+"""Names of the argument, newest first."""
 
 
 def cache_argument(model: torch.nn.Module) -> str:
@@ -40,14 +38,12 @@ def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> SkyCache
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Request only the logits of the last token, if the model supports it."""
+    """Request only the last token's logits, if possible."""
     return {"logits_to_keep": 1} if "logits_to_keep" in _parameters(type(model).forward) else {}
 
 
 def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1) -> dict[str, torch.Tensor]:
-    """Return ``position_ids`` of the ``tokens`` after the first ``start``, if the model takes them: not all models
-    count on from their cache's length (Bamba begins at 0 again).
-    """
+    """Return ``position_ids``, if the model takes them: some models do not count on from the cache (Bamba)."""
     if "position_ids" not in _parameters(type(model).forward):
         return {}
     return {"position_ids": torch.arange(start, start + tokens, device=model.device).expand(rows, -1)}

@@ -1,9 +1,8 @@
 """Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes.
 
-A call (``Guard.__call__``): find the cache among the arguments, check that the model is unchanged, compare the input
-tokens with the loaded tokens, turn the common prefix into contents of the cache and cut it from the input, and record
-the tokens that the model appends. When the pass has ended (``Guard.on_pass_end``), the tokens that it skipped count as
-used. Loaded tokens that no pass skipped count as unused, by reason (``Guard.settle``).
+A call (``Guard.__call__``): find the cache, check that the model is unchanged, turn the prefix that input and loaded
+tokens share into contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
+used (``on_pass_end``), the others as unused, by reason (``settle``).
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ _ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
 _ALL_ALONG = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments that request an output for each token."""
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments with a type per token; in most models all zeros have no effect."""
+"""Arguments with a type per token; in most models zeros have no effect."""
 
 UNSEEN = "a forward pass that the guard did not see"
 DROPPED = "the cache was dropped before use"
 BEYOND = "the input ended before them"
-"""Reasons for which loaded tokens were not used."""
 _OTHER_TOKENS = "other tokens than it was made for"
 _ADVICE = {
     _OTHER_TOKENS: "get one for the prompt that is passed, past_key_values=kvc.get_cache(prompt)",
@@ -54,18 +52,14 @@ _WAYS = "what is served, and what is computed whole, is in the table 'Ways to ge
 
 
 class Guard:
-    """Guard of ``model``: checks every call with one of its caches before it computes, while the manager or a cache
-    lives.
+    """Guard of ``model``: checks every call with one of its caches.
 
-    It compares the input with the loaded tokens and skips the common prefix. So a cache of another prompt, or a used
-    cache, costs computing and never changes a result. It records the tokens that the model appends, so that no block is
-    stored under a wrong hash.
+    A cache of another prompt, or a used cache, costs computing only; no block is stored under a wrong hash.
     """
 
     def __init__(
         self, model: PreTrainedModel, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
-        """``same``: checks with the given care if the model still matches a context."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._argument = cache_argument(model)
@@ -74,7 +68,6 @@ class Guard:
         self._same = same
         self._ignored_types = {name for name in _TYPES if name in self._parameters and _zeros_are_ignored(model, name)}
         self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
-        """True if the model keeps position offsets of its last image, even for another prompt."""
         for hook in (
             model.register_forward_pre_hook(GuardHook(self), with_kwargs=True),
             model.register_forward_hook(GuardHook(self), with_kwargs=True),
@@ -143,7 +136,6 @@ class Guard:
         return given
 
     def _check_model(self, cache: SkyCache) -> None:
-        """Raise CacheMisuse for contents of another model, unless one of the two models is a part of the other."""
         other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held_tokens else self._model
         if other not in self._model.modules() and self._model not in other.modules():
             raise CacheMisuse(
@@ -152,9 +144,7 @@ class Guard:
             )
 
     def check_unchanged(self, cache: SkyCache, care: Care = Care.USE) -> bool:
-        """Check that the model is unchanged since the cache was made; if not, drop the loaded tokens and store
-        nothing.
-        """
+        """Check that the model is unchanged; if not, drop the loaded tokens and store nothing."""
         if cache.context is not None and self._same(cache.context, care):
             return True
         if (more := len(cache.loaded) - cache.get_seq_length()) > 0:
@@ -163,7 +153,6 @@ class Guard:
         return False
 
     def on_pass_end(self, cache: SkyCache, output: object = None) -> None:
-        """Record the end of a forward pass: count the loaded tokens that it skipped."""
         cache.on_pass_end()
         if cache.filled and torch.is_grad_enabled():
             _refuse_gradients(output, cache.filled)
@@ -172,16 +161,12 @@ class Guard:
             self._count("used_tokens_total", cache.result.usage.use(start, stop))
 
     def settle(self, cache: SkyCache) -> None:
-        """Count the unused loaded tokens of a finished ``cache``; warn if a pass bypassed the guard. A cache that was
-        never given to a model is only counted.
-        """
         usage = cache.result.usage
         self.settle_unseen(cache)
         reason = BEYOND if usage.is_in_use else DROPPED
         self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
 
     def settle_unseen(self, cache: SkyCache) -> None:
-        """Count and warn if a pass that bypassed the guard computed what was loaded."""
         usage = cache.result.usage
         if not cache.passed_unseen or cache.skipping is not None:
             return
@@ -205,15 +190,12 @@ class Guard:
         _log.log(level, "%s", words)
 
     def __deepcopy__(self, memo: object) -> Guard:
-        """Return the same guard: a copied cache is for the same model."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Reduce to None: a cache from another process has no guarded model."""
         return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Turn loaded tokens into contents as far as the input matches; returns the remaining input."""
         loaded = cache.loaded[start:]
         if not start:
             _check_begins(cache, given)
@@ -252,9 +234,9 @@ class Guard:
         cache.padding = call.padding
         return _rest_of(given, call.padding + usable, call.padding)
 
-    def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
-        """Run the model up to the last position of kept states (a pass must end there), as far as all rows are equal;
-        returns the number of tokens computed. The call's first ``begun`` tokens are contents already.
+    def _compute_to_stops(self, cache: SkyCache, call: _ForwardCall, begun: int) -> int:
+        """Run the model to the last position of kept states, where a pass must end; returns the number of tokens
+        computed.
         """
         start = cache.get_seq_length() - begun
         end = min(call.tokens - call.kept, call.same_in_all_rows())
@@ -273,7 +255,6 @@ class Guard:
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
-        """Recompute a cropped cache whose windows now include tokens that were never loaded."""
         known, padding, rows = cache.tokens(), cache.padding, cache.rows
         if len(known) != start:
             raise CacheMisuse(
@@ -298,7 +279,6 @@ class Guard:
         cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
-        """Limit the next ``loaded`` tokens to the first ``usable``; count and log the others."""
         start = int(cache.get_seq_length())
         unused = cache.result.usage.refuse(start + usable, start + loaded, why)
         self._count("unused_tokens_total", unused, why)
@@ -309,8 +289,8 @@ class Guard:
         )
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
-    def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
-        """Return the input if it is tokens at consecutive positions from ``start`` on; else a description of it."""
+    def _read(self, start: int, given: dict[str, Any]) -> _ForwardCall | str:
+        """Return the input, if it is tokens at consecutive positions; else a description."""
         ids = given.get("input_ids")
         if ids is None or ids.dim() != 2:
             return "embeddings instead of tokens"
@@ -343,16 +323,13 @@ class Guard:
             return "positions of its own"
         padding = min(paddings)
         shifts = tuple(row_padding - padding for row_padding in paddings) if len(set(paddings)) > 1 else ()
-        return _Call(ids[:, padding:], padding, last_logits, shifts)
+        return _ForwardCall(ids[:, padding:], padding, last_logits, shifts)
 
     def _is_requested(self, name: str, given: dict[str, Any]) -> bool:
         value = given.get(name)
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-        """Return True if rows are equal tokens at consecutive positions from ``start`` on, without mask and other
-        inputs.
-        """
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
             return False
         rows, width = ids.shape
@@ -380,8 +357,6 @@ class Guard:
 
 
 class GuardHook:
-    """Hook on the model; holds the guard weakly."""
-
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = None if guard is None else weakref.ref(guard)
 
@@ -399,12 +374,10 @@ class GuardHook:
         return None if guard is None else guard(module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
-        """Reduce to an empty hook: a copied model has no guard."""
         return GuardHook, ()
 
 
 def _refuse_gradients(output: object, tokens: int) -> None:
-    """Make ``backward`` through an output raise CacheMisuse: no gradient reaches the supplied tokens."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
             output.register_hook(partial(_no_gradient, tokens))
@@ -420,14 +393,14 @@ def _no_gradient(tokens: int, gradient: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ForwardCall:
     ids: torch.Tensor
-    """(rows, tokens), without the padding that all rows have."""
+    """(rows, tokens), without the common padding."""
     padding: int
     kept: int
-    """Number of last tokens that must be computed for their logits."""
+    """Number of last tokens to compute for their logits."""
     shifts: tuple[int, ...] = ()
-    """Further left padding of each row; empty if all rows are equally long."""
+    """Further left padding by row; empty if all are equally long."""
 
     @property
     def rows(self) -> int:
@@ -442,7 +415,6 @@ class _Call:
         return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
-        """Return the number of leading tokens equal to ``loaded`` in all rows."""
         length = min(len(loaded), self.tokens)
         differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
         for row, shift in enumerate(self.shifts):
@@ -453,7 +425,6 @@ class _Call:
 
 
 def _zeros_are_ignored(model: torch.nn.Module, name: str) -> bool:
-    """Return True if all zeros for ``name`` have no effect, tried with two tokens."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode():
         without, zeros = (model(input_ids=ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
@@ -481,7 +452,6 @@ def _has_tensors(value: object) -> bool:
 
 
 def _rest_of(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
-    """Cut the first ``tokens`` tokens, of which ``padding`` are padding, from the input."""
     remaining = dict(given)
     for name in (*_ALONG_THE_PROMPT, *_TYPES):
         if (value := remaining.get(name)) is not None:
@@ -499,7 +469,6 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the caller treats loaded tokens as contents without a call of ``begin``."""
     ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
@@ -517,7 +486,7 @@ def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
 
 
 def _check_whole(cache: SkyCache) -> None:
-    """Empty a cache whose first pass failed. Raises CacheMisuse if it had contents before that pass."""
+    """Empty a cache whose first pass failed. Raises CacheMisuse if it had contents."""
     if cache.pass_start:
         raise CacheMisuse(
             "a forward pass with this cache failed midway, and its contents are not what they were: get another one "
@@ -527,7 +496,6 @@ def _check_whole(cache: SkyCache) -> None:
 
 
 def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if no row of the input continues the prompt after the tokens of ``begin``."""
     ids, prompt = given.get("input_ids"), cache.prompt[start:]
     if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return
@@ -543,7 +511,6 @@ def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
 
 
 def _check_sees(start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the mask hides tokens of ``begin``, which loaded later tokens attended to."""
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
         loaded = mask[..., :start]
@@ -555,7 +522,6 @@ def _check_sees(start: int, given: dict[str, Any]) -> None:
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the attention mask counts more or fewer earlier tokens than the cache holds."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]
@@ -573,11 +539,9 @@ _RUNS = 3
 
 
 def estimated_token_s(model: torch.nn.Module) -> float | None:
-    """Estimate the seconds per prompt token, for use before a pass was measured: time the model's largest matrix with
-    ``_ROWS`` tokens and scale by all matrices. None for a model without matrices.
+    """Estimate the seconds per prompt token from the model's largest matrix, scaled by all matrices; None without any.
 
-    The result is a lower bound: attention and per-layer overhead are not counted. Embedding and head are excluded: the
-    embedding is a lookup and the head is computed for the last token only.
+    A lower bound: attention, overhead, the embedding (a lookup) and the head (for the last token only) are left out.
     """
     excluded = {
         weight
@@ -609,13 +573,12 @@ def _part(model: torch.nn.Module, name: str) -> object:
 
 
 class ComputeClock:
-    """Hooks on ``model`` that report the duration of its passes to ``rate``, including passes of other callers.
+    """Hooks on ``model`` that report the duration of all its passes to ``rate``.
 
-    Only on CPU: on other devices a pass returns long before its work is done, and waiting would stall the device.
+    Only on CPU: elsewhere a pass returns before its work is done, and waiting would stall the device.
     """
 
     _model: weakref.ref[torch.nn.Module] | None = None
-    """None for the hooks of a copied or pickled model, which is not timed."""
 
     def __init__(self, model: torch.nn.Module, rate: ComputeRate) -> None:
         self._rate = rate

@@ -1,7 +1,9 @@
 """KVCManager for Hugging Face transformers: the interface of the disclosure.
 
-inputs = tokenizer(prompt, return_tensors="pt") out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt))
-kvc.add_blocks(prompt)
+Use::
+
+    out = model.generate(**tokenizer(prompt, return_tensors="pt"), past_key_values=kvc.get_cache(prompt))
+    kvc.add_blocks(prompt)
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GROW_TOKENS = 256
-"""Room after a prompt for generated tokens; a longer answer copies the cache once, to a larger room."""
+"""Room for generated tokens; a longer answer copies the cache once."""
 KEEP_CACHES = 2
-"""Number of handed-out caches kept alive until ``add_blocks``, as ``generate`` keeps none."""
+"""Handed-out caches kept until ``add_blocks``, as ``generate`` keeps none."""
 
 _FOREIGN_TOLERANCE = 0.1
-"""Share of the mean magnitude of keys and values. Rounding in 16 bits is a tenth of it; other tokens differ fully."""
+"""Tolerance, as a share of the mean magnitude of keys and values; 16-bit rounding is a tenth of it."""
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
@@ -67,32 +69,25 @@ _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken:
-    """Part of a cache to be stored."""
-
     sources: list[CacheSource]
-    """One source per part; empty if no block is covered."""
     ready: list[list[int]]
-    """Blocks to store from the source, by part."""
     stops: dict[int, bytes]
     covered: int
-    """Number of the prompt's leading blocks in the cache."""
 
 
 class KVCManager:
-    """KV cache of one model in one store. All methods may be called from any thread, but not concurrently.
+    """KV cache of one model in one store. Methods may be called from any thread, but not concurrently.
 
     Parameters:
-        model: a decoder-only transformers model that continues from a cache as if it had computed it; else
-            UnsupportedModel is raised.
-        tokenizer: needed for prompts as text; the token-id forms work without it. A processor serves as well.
-        store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. The manager closes only
-            a store that it made.
+        model: a decoder-only transformers model; UnsupportedModel is raised if it cannot continue from a cache.
+        tokenizer: for prompts as text; a processor serves as well.
+        store: any tier (``skymemory.open_store``), not closed; by default 1 GiB of memory.
         codec: "raw" (lossless), "quanto8" or "hqq8" (half the bytes, small loss; needs ``skymemory[hf]``).
-        block_tokens: tokens per block; part of the context.
-        weights: a revision that names the weights; by default the SHA-256 of all their bytes (about 1 s for 2.2 GB).
-        adapter: name and revision of a LoRA adapter in use; tenant_salt: separates tenants.
-        loading: "prefix" loads the stored prefix, then the model computes the rest; "cake" does both concurrently, from
-            both ends, in ``get_cache``; "compute" and "load" are Cake with one side only, for comparison.
+        block_tokens: tokens per block.
+        weights: a revision that names the weights; by default their SHA-256 (about 1 s for 2.2 GB).
+        adapter: name and revision of a LoRA adapter; tenant_salt: separates tenants.
+        loading: "prefix" loads, then the model computes the rest; "cake" does both concurrently; "compute" and "load"
+            are one side of Cake.
         cake: Cake's settings; ``kvc.cake.beside`` shares its steps with other requests.
     """
 
@@ -167,7 +162,6 @@ class KVCManager:
 
     @property
     def context(self) -> CacheContext:
-        """Context of the model as of the last call."""
         return self._identity.context
 
     @property
@@ -176,34 +170,29 @@ class KVCManager:
 
     @property
     def blocks(self) -> BlockCache:
-        """Blocks of the first part, which determines prefixes: the layers without a window, if any."""
+        """Blocks of the first part, which determines prefixes."""
         return self.parts.first
 
     @property
     def states_kept(self) -> bool:
-        """True if the model has recurrent states: a cached prefix then ends at a position with kept states."""
         return self._states is not None
 
     @property
     def counters(self) -> Counters:
-        """Counters of this manager's tokens and blocks. Two sums always hold:
+        """Counters of tokens and blocks. Two sums always hold:
 
-        ``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total`` (loaded). Σ
-        ``hit_tokens_total`` = ``used_tokens_total`` (skipped by a forward pass) + Σ over reasons of
-        ``unused_tokens_total``, once the caches are gone.
+        ``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total``. Σ
+        ``hit_tokens_total`` = ``used_tokens_total`` + Σ over reasons of ``unused_tokens_total``, once the caches are
+        gone.
         """
         return self.blocks.counters
 
     def get_cache(self, prompt: Prompt, **template: Any) -> SkyCache:
-        """Return a cache with the longest stored prefix of ``prompt``, for ``generate(**tokenizer(prompt),
-        past_key_values=…)``.
+        """Return a cache with the longest stored prefix of ``prompt``, for ``generate(…, past_key_values=…)``.
 
-        ``prompt``: text, token ids, a tokenizer's output, or the messages of a chat, with keyword arguments for
-        ``apply_chat_template``.
+        ``prompt``: text, token ids, a tokenizer's output, or messages with arguments for ``apply_chat_template``.
 
-        The result is empty on a miss, never None; at least one token is left to compute. ``.result`` (and ``kvc.last``)
-        shows how many tokens came from which tier. ``generate`` returns the same tokens as without a cache, even for
-        another prompt: what the cache does not match is computed (``guard``).
+        Empty on a miss; at least one token is left to compute. ``generate`` returns the same tokens as without a cache.
         """
         seconds: dict[str, float] = {}
         return self._get(self._tokenize(prompt, template, seconds), seconds)
@@ -212,30 +201,26 @@ class KVCManager:
         return self._get(self._before_media(flat_ids(ids)), {})
 
     def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
-        """Store the full blocks of ``prompt``, and of the answer generated after it, that are not stored yet.
-
-        After a ``generate`` with ``get_cache(prompt)`` they are taken from its cache; otherwise the model computes the
-        missing part. A prompt shorter than a block stores nothing. ``prompt`` may be what ``generate`` returned, which
-        names prompt and answer exactly.
+        """Store the missing full blocks of ``prompt`` and of its answer: from the cache of ``get_cache(prompt)``, else
+        computed. ``prompt`` may be what ``generate`` returned.
         """
         seconds: dict[str, float] = {}
         return self._add(self._tokenize(prompt, template, seconds), None, seconds)
 
     def add_blocks_ids(self, ids: TokenIds, past_key_values: Cache | None = None) -> StoreResult:
-        """Store blocks as ``add_blocks`` does, for token ids, which may include the answer.
+        """Store blocks as ``add_blocks`` does, for token ids.
 
-        ``past_key_values``: a cache with the keys and values of these tokens, of a single sequence. A SkyCache is
-        checked against the tokens that the guard recorded. Of a foreign cache, shapes and length are checked, and its
-        first block is recomputed and compared.
+        ``past_key_values``: a cache of these tokens, of a single sequence. The first block of a foreign cache is
+        recomputed and compared.
         """
         return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
     def warm(self, tokens: int) -> None:
-        """Touch the memory for a prompt of ``tokens`` now rather than in the first ``get_cache``."""
+        """Touch the memory of a prompt in advance."""
         self._pool.warm(self._room_tokens(tokens) * self.layout.token_bytes)
 
     def close(self) -> None:
-        """Release the model and kept caches; close the store if this manager made it. May be called again."""
+        """Release the model and caches; close an own store. May be called again."""
         if self._lock.owner.elsewhere:
             return
         with self._lock:
@@ -261,9 +246,7 @@ class KVCManager:
             return self._before_media(prompt_ids(prompt, self.tokenizer, template))
 
     def _before_media(self, ids: Tokens) -> Tokens:
-        """Cut before the first placeholder token of an image, video or sound: later keys and values depend on content
-        that the ids do not show.
-        """
+        """Cut before the first placeholder of an image, video or sound: the ids do not show its content."""
         placeholders = np.flatnonzero(np.isin(ids, self._media_tokens))
         return ids[: placeholders[0]] if len(placeholders) else ids
 
@@ -312,7 +295,6 @@ class KVCManager:
         )
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
-        """Return a cache with the longest stored prefix, at most ``limit_tokens``; ``account`` enables ``loading``."""
         cache = self._empty(len(ids))
         if self._states is not None:
             cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
@@ -398,7 +380,6 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """Return ``ids`` with the answer generated into one of the caches, without its last, uncomputed token."""
         known = [cache.tokens() for cache in self._handed if cache.context == self.context]
         least = max(1, len(ids) - 1)
         fitting = [tokens for tokens in known if shared_prefix(tokens, ids) == min(len(tokens), len(ids)) >= least]
@@ -412,9 +393,6 @@ class KVCManager:
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
-        """Return how many leading blocks must be computed to store the missing blocks after ``covered``; of windowed
-        parts after the first part, only blocks in the window of the end.
-        """
         first, *windowed = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
         for part, part_missing in windowed:
@@ -423,9 +401,6 @@ class KVCManager:
         return 1 + max(wanted, default=-1)
 
     def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
-        """Return what ``cache`` offers of the first ``covered`` blocks; nothing if another thread resets it
-        meanwhile.
-        """
         nothing = _Taken([], [[] for _ in missing], {}, 0)
         if not isinstance(cache, SkyCache):
             ready = self._ready(missing, cache, covered)
@@ -557,7 +532,6 @@ class KVCManager:
 
 
 def unwrap_model(model: Any) -> Any:
-    """Return the transformers model inside a ``torch.compile`` or peft wrapper."""
     inner = getattr(model, "_orig_mod", model)
     config = getattr(inner, "active_peft_config", None)
     if config is not None and not config.is_prompt_learning and hasattr(inner, "get_base_model"):

@@ -1,7 +1,6 @@
 """Identity of a model in the context of its blocks, and checks for changes of the model.
 
-``Identity`` checks before each use. A digest of all weights takes about a second, a check for changes about 0.1 ms;
-only changed tensors are hashed again (``Fingerprint``).
+A digest of all weights takes about a second, a check for changes about 0.1 ms; only changed tensors are hashed again.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ _NOT_IDENTITY = (
     "label2id",
     "problem_type",
 )
-"""Configuration fields that do not affect keys and values (dtype is in the layout)."""
+"""Fields that do not affect keys and values (dtype is in the layout)."""
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
-"""Implementations that compute the same attention; others are part of the identity."""
+"""Implementations of the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
 
 
 class Care(IntEnum):
     STEP = 0
-    """Check for a decoding step: settings, such as active adapters."""
+    """Settings, such as active adapters."""
     CALL = 1
     """Also modules and tensors: the same objects, not written to."""
     USE = 2
@@ -64,11 +63,7 @@ class Care(IntEnum):
 
 
 class Identity:
-    """Current context of ``model``; checked before each use and recomputed when the model has changed.
-
-    ``context_of`` makes a context from a layout, the model's identity and the name of its weights. ``weights``: a
-    revision that names the current weights; after they change, their digest is used instead.
-    """
+    """Current context of ``model``. ``weights``: a revision that names them; after a change their digest is used."""
 
     def __init__(
         self,
@@ -90,9 +85,8 @@ class Identity:
         )
 
     def renew(self) -> bool:
-        """Recompute the context if the model has changed; returns True if the context is then another.
-
-        Raises UnsupportedModel or InvalidInput if the model can no longer be served.
+        """Recompute the context if the model has changed; returns True if it differs. Raises UnsupportedModel or
+        InvalidInput if the model can no longer be served.
         """
         now = conditions()
         self._check_hooks()
@@ -122,9 +116,7 @@ class Identity:
         self.kinds, self.groups = kinds, groups_of(kinds)
 
     def same(self, context: CacheContext | None, care: Care = Care.USE) -> bool:
-        """Return True if the model is unchanged with context ``context`` and, with ``Care.USE``, has no foreign
-        hooks.
-        """
+        """Return True if the model is unchanged and, with ``Care.USE``, has no foreign hooks."""
         untouched = conditions() == self._conditions and not self._fingerprint.changed(care)
         hooked = care >= Care.USE and foreign_hook(self._model, self._our_hooks)
         return untouched and context == self.context and not hooked
@@ -149,7 +141,7 @@ class Identity:
 
 
 def conditions() -> str:
-    """Describe the global torch settings that change results; empty for the defaults."""
+    """Describe the global torch settings that change results; empty by default."""
     settings = [
         f"autocast {kind} {torch.get_autocast_dtype(kind)}".replace("torch.", "")
         for kind in ("cpu", "cuda")
@@ -161,7 +153,6 @@ def conditions() -> str:
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """Return ``type:digest`` of the configuration without names, paths and versions."""
     fields = {
         key: value
         for key, value in model.config.to_dict().items()
@@ -176,7 +167,7 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> str:
-    """Return the SHA-256 of everything that determines the ids of a text; "token ids" without a tokenizer."""
+    """Return the SHA-256 of everything that determines a text's ids."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer of a processor
     if tokenizer is None:
         return "token ids"
@@ -216,18 +207,16 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
     "_pp_plan",
     "model_tags",
 }
-"""Attributes of a module that do not affect what it computes."""
+"""Attributes that do not affect what a module computes."""
 
 _HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.layer_reports"}
-"""Modules whose hooks change nothing; hooks of transformers stay after hidden states were requested once."""
+"""Modules whose hooks change nothing; those of transformers stay after hidden states were requested."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
-"""Packages whose replacements of a module's code give the same results, or are determined by tensors and settings."""
+"""Packages whose replaced code gives the same results, or is determined by tensors and settings."""
 
 _SAMPLE = 16
-"""Number of compared elements per tensor: writes through ``.data`` or numpy, which torch does not count, mostly change
-the entire tensor.
-"""
+"""Number of compared elements: uncounted writes (``.data``, numpy) mostly change the entire tensor."""
 
 _Look = tuple[object, ...]
 
@@ -240,8 +229,6 @@ class _Digested:
 
 
 class _OneOf(frozenset[str]):
-    """Set that equals each of its elements."""
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and other in self
 
@@ -249,20 +236,16 @@ class _OneOf(frozenset[str]):
 
 
 _SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
-"""Implementations of the same experts: on a GPU ``generate`` switches between them for decoding."""
+"""Implementations of the same experts, between which ``generate`` switches on a GPU."""
 
 
 class _Rows:
-    """Values in many containers, compared as fast as Python can: a decoding step waits for the comparison."""
-
     def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
-        """``rows``: container, key, value."""
         rows = list(rows)
         self._places = [(holder, key) for holder, key, _ in rows]
         self._before = [value for *_, value in rows]
 
     def get_unchanged(self) -> list[Any] | None:
-        """Return the current values if they are the same objects; else None."""
         try:
             now = [holder[key] for holder, key in self._places]
         except (KeyError, IndexError):
@@ -293,7 +276,6 @@ class _Snapshot:
         self._tensors = _Rows(tensors)
         is_counted = [_is_counted(tensor) for *_, tensor in tensors]
         self._counted = is_counted if not all(is_counted) else []
-        """Flags by tensor, True if torch counts its writes; empty if it counts all."""
         self._looks = self._get_addresses_and_versions(tensor for *_, tensor in tensors)
         settings = [
             (module.__dict__, name, value)
@@ -351,9 +333,8 @@ class _Snapshot:
 class Fingerprint:
     """Digest of ``model`` and detection of later changes.
 
-    The digest covers every byte of parameters, buffers and other state (packed weights too), with names, shapes and
-    dtypes, the class of every module and its settings: norm epsilons, attention scalings, an adapter's scaling and
-    active flag. It does not cover hooks and replaced code (see ``foreign_code``).
+    Covers every byte of parameters, buffers and other state, and the class and settings of every module; not hooks and
+    replaced code (``foreign_code``).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -366,13 +347,12 @@ class Fingerprint:
         return self._snapshot is None or not self._snapshot.same(care)
 
     def watch(self, name: str) -> str:
-        """Name the current state without hashing it."""
         self._snapshot = _Snapshot(self._model)
         self.name = name
         return name
 
     def digest(self) -> str:
-        """Return ``sha256:…`` over hashes of pieces of 32 MiB, in parallel: 2.2 GB take under a second.
+        """Return ``sha256:…`` over 32 MiB pieces, in parallel: 2.2 GB take under a second.
 
         Raises UnsupportedModel for state that cannot be hashed; ``changed`` then stays True.
         """
@@ -408,7 +388,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
-    """Return the class of a module with a forward hook not in ``ours``; or ""."""
+    """Return the class of a module with a hook not in ``ours``; or ""."""
     for module in _modules(model):
         if module._forward_hooks or module._forward_pre_hooks:  # few modules have any
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -418,7 +398,7 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
 
 
 def foreign_code(model: torch.nn.Module) -> str:
-    """Return the class of a module whose ``forward`` is neither its class's nor a trusted library's; or ""."""
+    """Return the class of a module with a ``forward`` of neither its class nor a trusted library; or ""."""
     for module in _modules(model):
         own = module.__dict__
         hook = own.get("_hf_hook")
@@ -442,14 +422,13 @@ def _package(module: str) -> str:
 
 
 def _where(code: Any) -> str:
-    """Return the Python module that defines ``code``, unwrapped."""
     while inner := code.func if isinstance(code, partial) else getattr(code, "_torchdynamo_orig_callable", None):
         code = inner
     return str(getattr(code, "__globals__", {}).get("__name__", "") or type(code).__module__)
 
 
 def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return ``model.modules()``, several times as fast; shared modules are repeated."""
+    """Return ``model.modules()``, several times as fast."""
     modules, at = [model], 0
     while at < len(modules):
         if children := modules[at]._modules:
@@ -463,7 +442,7 @@ def _get_address_and_version(tensor: torch.Tensor) -> _Look:
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
-    """Return True if torch has its address and a version counter: not for wrapper tensors or inference-mode tensors."""
+    """Return False for wrapper and inference-mode tensors, whose writes torch does not count."""
     try:
         return bool(tensor.data_ptr() >= 0 and tensor._version >= 0)
     except RuntimeError:
@@ -489,7 +468,6 @@ def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
-    """Yield tensors in a module's plain attributes: name, container, key, tensor."""
     if isinstance(module, PreTrainedModel):  # state between calls
         return
     for name, value in module.__dict__.items():
@@ -540,7 +518,6 @@ def _has_only_settings(value: Any) -> bool:
 
 
 def _text(settings: Mapping[str, object]) -> str:
-    """Return a text of the settings that is the same in every process; packed weights are covered by the state."""
     fields = {
         name: sorted(map(repr, value)) if isinstance(value, set) else value
         for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""Checks of user input without importing torch, which takes seconds: model names, folders, documents."""
+"""Checks of model names, folders and documents without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from skymemory.files import read_text
 from skymemory.installation import find_checkout, small_model_command
 
 MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
-"""Names that ``models.ready_model`` accepts: the small trained model, and shapes with random weights."""
 SHIPPED_DOCUMENT = "operators-handbook.txt"
 _DOCUMENT_LIMIT_BYTES = 256 << 20
 
 
 def shipped_document() -> str:
-    """Return the handbook of an imaginary constellation, about 33 KB of English: the demo's context."""
+    """Return the handbook of an imaginary constellation, about 33 KB."""
     text = resources.files("skymemory").joinpath("engine", "texts", SHIPPED_DOCUMENT)
     return text.read_text(encoding="utf-8")
 
 
 def read_document(path: str | Path) -> str:
-    """Return the text of a file. Raises InvalidInput if it is missing, empty, too large or not UTF-8 text."""
+    """Return a file's text. Raises InvalidInput if it is missing, empty, too large or not UTF-8."""
     file = Path(path)
     if not file.is_file():
         raise InvalidInput(f"no document at {str(path)!r}: expected a text file")
@@ -42,10 +41,8 @@ def read_document(path: str | Path) -> str:
 
 
 def small_model_folder() -> Path:
-    """Return the folder of the small model: 6.5 million parameters, trained by ``make small-model``.
-
-    The model is a separate distribution; in a checkout it needs no installation. Its ORIGIN.txt names the training
-    text. Raises MissingExtra if it is not found.
+    """Return the folder of the small model (6.5 million parameters): in a checkout, or of the distribution. Raises
+    MissingExtra.
     """
     if (checkout := find_checkout()) is not None:
         folder = checkout / "models" / "small" / "skymemory_small_model"
@@ -58,7 +55,7 @@ def small_model_folder() -> Path:
 
 
 def is_model_name(name: str) -> bool:
-    """Return True for a name in ``MODEL_NAMES``; ``./small`` means a folder of that name."""
+    """Return True for a name in ``MODEL_NAMES``; ``./small`` means a folder."""
     return name in MODEL_NAMES
 
 
@@ -78,9 +75,7 @@ def check_model_folder(path: str | Path) -> None:
 def check_engine_installed(
     model: str | None = None, what: str = "a model", more: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """Raise ``MissingExtra`` that names all missing packages at once: torch, transformers, the small model if ``model``
-    is "small", and packages ``more`` by the extra that installs them. Imports none of them.
-    """
+    """Raise ``MissingExtra`` with all missing packages at once, importing none; ``more``: packages by extra."""
     absent = {
         extra: [name for name in names if find_spec(name) is None]
         for extra, names in {"hf": ("torch", "transformers"), **(more or {})}.items()

@@ -1,8 +1,8 @@
 """SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
 
-transformers' own DynamicCache concatenates: its first step would copy everything that was just loaded. Here all layers
-share one tensor (layers, 2, kv_heads, room_tokens, head_dim) with room to grow. Blocks are copied into it once, and new
-tokens are written after them. Any other operation on a layer (crop, beams, offloading) falls back to DynamicLayer.
+DynamicCache's first step would copy everything just loaded. Here all layers share one tensor (layers, 2, kv_heads,
+room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) fall back to
+DynamicLayer.
 """
 
 from __future__ import annotations
@@ -92,10 +92,9 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Pool of memory for caches: the first touch of fresh memory costs more than the copy into it.
+    """Pool of memory for caches: the first touch of memory costs more than a copy into it.
 
-    An array is free if only the pool refers to it: a tensor made by ``from_numpy`` holds its array until the last view
-    of its storage is dropped. The pool keeps at most ``keep`` arrays.
+    An array is free if only the pool refers to it; a tensor made by ``from_numpy`` holds its array.
     """
 
     _GRAIN_BYTES = 8 << 20
@@ -130,7 +129,6 @@ def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _FREE = _references([np.empty(1, np.uint8)])[0]
-"""Reference count of an array that only its list holds, in this Python."""
 
 
 def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -142,7 +140,7 @@ def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 _KEYS_ALONE = "value_states" not in inspect.signature(DynamicLayer.lazy_initialization).parameters
-"""True for transformers 4, which initializes a layer with its keys only."""
+"""True for transformers 4."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -152,7 +150,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self._room: tuple[torch.Tensor, torch.Tensor] | None = room
         self._in_place: torch.Tensor | None = None
-        """``keys`` as set here; if ``keys`` is another tensor, the layer has left the room."""
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -214,20 +211,19 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._room = self._in_place = None
 
     def reset(self) -> None:
-        """Empty the layer; the room and its bytes stay."""
         self.keys = self.values = self._in_place = None
         self.is_initialized = False
 
 
-class Presence:
-    """Record of which tokens windowed layers hold: tokens outside the window need not be loaded."""
+class TokenMask:
+    """Record of the tokens that windowed layers hold."""
 
     def __init__(self, window: int, room_tokens: int) -> None:
         self._window = window
         self._tokens = np.zeros(room_tokens, bool)
 
     def mark_present(self, start: int, stop: int) -> None:
-        """Record tokens as present. Tokens after the room's end are computed, so they always count as present."""
+        """Record tokens; those after the room's end always count as present."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
@@ -237,15 +233,12 @@ class Presence:
         return bool(self._tokens[start:stop].any())
 
     def suffices(self, tokens: int) -> bool:
-        """Return True if all tokens in the window after the first ``tokens`` are present."""
         return self.has(self.first_seen(tokens), tokens)
 
     def first_seen(self, tokens: int) -> int:
-        """Return the first token in the window of token number ``tokens``."""
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
-        """Return ``suffices`` for each number of tokens from 0 to ``most``."""
         missing = np.zeros(most + 1, np.int64)
         known = self._tokens[:most]
         missing[1 : len(known) + 1] = np.cumsum(~known)
@@ -254,11 +247,7 @@ class Presence:
 
 
 class SlidingLayer(GrowingLayer):
-    """Layer with a sliding window.
-
-    transformers' own layer drops tokens outside the window. This layer keeps them, since blocks are stored from it, and
-    returns the same tensors to the model: from the first token in the window of the new tokens.
-    """
+    """Layer with a sliding window; keeps tokens outside it, since blocks are stored from it."""
 
     is_sliding = True
 
@@ -273,13 +262,11 @@ class SlidingLayer(GrowingLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append, and return the keys and values in the window of the new tokens."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         visible = self.sliding_window - 1 + key_states.shape[-2]
         return keys[..., -visible:, :], values[..., -visible:, :]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Return length and offset of the keys that ``update`` returns."""
         length = self.get_seq_length()
         new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return min(length, self.sliding_window - 1) + new, max(length - self.sliding_window + 1, 0)
@@ -316,7 +303,6 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 class LayerKind:
     attention: bool = True
     window: int | None = None
-    """Sliding window in tokens; None for full attention."""
     states: int = 0
 
     def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -329,11 +315,8 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window, stored and loaded together."""
-
     window: int | None
     layers: tuple[int, ...]
-    """Indices among the layers with attention."""
 
     def layout(self, whole: KVLayout) -> KVLayout:
         return dataclasses.replace(whole, layers=len(self.layers))
@@ -344,7 +327,7 @@ class LayerGroup:
 
 
 def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
-    """Group layers by window; the group without a window is first."""
+    """Group layers by window; full attention is first."""
     windows = [kind.window for kind in kinds if kind.attention]
     return tuple(
         LayerGroup(window, tuple(at for at, layer_window in enumerate(windows) if layer_window == window))
@@ -353,18 +336,18 @@ def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
 
 
 class GroupRoom:
-    """A group's part of the room: the sink of its ``BlockCache``."""
+    """Part of the room of a group: the sink of its ``BlockCache``."""
 
     def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """``rooms``: keys and values of the group's layers, each (layers, kv_heads, tokens, width)."""
+        """``rooms``: keys and values, each (layers, kv_heads, tokens, width)."""
         self._layout = layout
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
         self.threads = 1 if self._staging is None else max(1, min(_DEVICE_THREADS, (os.cpu_count() or 1) // 2))
-        self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
+        self.presence = None if group.window is None else TokenMask(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """See ``cache.blocks.RowSink``. Returns None on a device, or if a token of the block is present."""
+        """See ``cache.blocks.RowSink``. None on a device, or if a token is present."""
         layout = self._layout
         start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
         room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
@@ -420,12 +403,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that knows which tokens it holds and where they came from.
 
     A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
-    as far as the model's input equals them (``guard``). So ``generate`` passes the whole prompt, and its result always
-    equals that of an empty cache. A custom loop that passes only the tokens after the loaded ones calls ``begin``
-    first.
-
-    ``result`` shows where the prefix came from. ``tokens()`` are the tokens that the guard recorded, as far as they are
-    known and equal in all rows; only these are ever stored.
+    as far as the input equals them (``guard``). ``generate`` passes the whole prompt; a loop that passes only later
+    tokens calls ``begin`` first.
     """
 
     def __init__(
@@ -438,9 +417,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         states: States | None = None,
         stop_every: int = 0,
     ) -> None:
-        """``kinds``: one per layer; empty: full attention. ``states``: the model's recurrent states, if any.
-        ``stop_every``: tokens between two kept states.
-        """
+        """``kinds``: per layer; empty: full attention. ``stop_every``: tokens between kept states."""
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         with torch.inference_mode(False):  # writable in any mode
             if device.type == "cpu":
@@ -463,26 +440,25 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.states = states
         self.stop_every = stop_every
         self.stops: dict[int, bytes] = {}
-        """Recurrent states, by the number of tokens before them."""
+        """Recurrent states, by the number of tokens before."""
         self._latest_stop = 0
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
         self.context: CacheContext | None = None
-        """Context of the contents; None if they must not be stored."""
+        """None if the contents must not be stored."""
         self.loaded: Tokens = _NO_TOKENS
-        """Tokens whose blocks are in the room, from token 0 on, whether or not they are contents yet."""
+        """Tokens whose blocks are in the room."""
         self.prompt: Tokens = _NO_TOKENS
         self.source: Bringing | None = None
-        """Loader of further blocks: the window of a shorter prefix may include tokens that were not loaded."""
         self._accounted = 0
         self.padding = 0
-        """Left padding of the caller's prompt that is cut from the model's input."""
+        """Left padding cut from the model's input."""
         self.taken = 0
-        """Number of tokens that ``begin`` made contents; the caller passes the tokens after them."""
+        """Number of tokens that ``begin`` made contents."""
         self.filled = 0
-        """Number of leading tokens of the contents that were not computed with gradients."""
+        """Number of leading tokens not computed with gradients."""
         self.skipping: tuple[int, int] | None = None
-        """Loaded tokens (start, stop) that became contents; None once the forward pass that skips them has ended."""
+        """Loaded tokens (start, stop) that became contents, until the pass ends."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
@@ -493,16 +469,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Sequence lock for readers in other threads: odd during a reset."""
         self._in_a_pass = False
         self.pass_start = 0
-        """Number of tokens held before that pass."""
         self._handed_to_generate = False
         self.used_before = False
-        """True if the cache had contents when ``generate`` took it and prepared its inputs."""
 
     def fill(self, tokens: Tokens) -> None:
-        """Make ``tokens``, whose blocks are placed, the contents.
-
-        Raises RuntimeError if tokens in the window after them were not placed.
-        """
+        """Make ``tokens``, whose blocks are placed, the contents. Raises RuntimeError if their window is incomplete."""
         if not self.suffices(len(tokens)):
             raise RuntimeError(f"behind {len(tokens)} tokens some in sight are not in the cache")
         for group in self.groups:
@@ -525,7 +496,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return self.groups[group].has_block(index)
 
     def _account(self) -> None:
-        """Record the tokens appended since the last call as present. (Layers cannot: their updates are compiled.)"""
+        """Record the appended tokens. (Layers cannot: their updates are compiled.)"""
         length = self.held_tokens
         for group in self.groups:
             if group.presence is not None:
@@ -533,7 +504,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._accounted = length
 
     def rewind(self) -> None:
-        """Empty the cache; its known contents stay as loaded tokens for the next forward pass."""
+        """Empty the cache; its known contents stay as loaded tokens."""
         if not self.get_seq_length():
             if self.has_failed:
                 self.undo()
@@ -555,8 +526,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
 
     def begin(self) -> int:
-        """Make the loaded tokens contents and return their number; then pass the prompt's tokens after them to the
-        unchanged model. Returns 0 for a cache that was pickled: its model is unknown.
+        """Make the loaded tokens contents and return their number; then pass the tokens after them to the unchanged
+        model. Returns 0 for a pickled cache.
         """
         if not self.get_seq_length():
             if self.guard is None:
@@ -568,9 +539,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position with all tokens of
-        its window and with kept states, if the model has any.
-        """
+        """Return how many loaded tokens can become contents: up to a complete window, with kept states, if any."""
         length = self.held_tokens
         if not all(layer.in_place for layer in self._attention):
             return 0
@@ -593,7 +562,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
-        """Return the positions up to ``end``, ascending, at which passes must end so that states can be kept."""
         length, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
@@ -601,7 +569,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return sorted(stop for stop in wanted if stop > length)
 
     def stop(self, decoding: bool = False) -> None:
-        """Keep the current states if a block ends here; while decoding, only the latest between regular stops."""
+        """Keep the states if a block ends here; while decoding, only the latest between regular stops."""
         if not self.states or self._closed:
             return
         length = int(self.get_seq_length())
@@ -613,16 +581,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._latest_stop = length
 
     def advance(self, tokens: int) -> None:
-        """Make the next ``tokens`` loaded tokens contents."""
         start = self.held_tokens
         self.fill(self.loaded[: start + tokens])
         self.skipping = (start, start + tokens) if tokens else None
 
     @property
     def _is_user_defined(self) -> bool:
-        """Flag that ``generate`` sets when it begins. ``generate`` passes its whole prompt, so a used cache is rewound
-        and compared from the first token.
-        """
+        """Flag that ``generate`` sets first. It passes its whole prompt, so a used cache is rewound."""
         return self._handed_to_generate
 
     @_is_user_defined.setter
@@ -633,7 +598,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Keep the contents from being overwritten meanwhile, even if another thread generates with the cache."""
         self._readers += 1
         try:
             yield
@@ -645,13 +609,12 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def has_failed(self) -> bool:
-        """True if the last pass failed and changed the contents (assumed for recurrent states)."""
+        """True if the last pass failed and changed the contents (assumed of recurrent states)."""
         if not self._in_a_pass:
             return False
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
 
     def undo(self) -> None:
-        """Empty the cache after a first pass that failed; the loaded tokens stay usable."""
         self._empty(self.loaded)
 
     def on_pass_end(self) -> None:
@@ -659,7 +622,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def has_known_tokens(self) -> bool:
-        """True if the contents are known tokens at consecutive positions."""
         return not self._closed
 
     def record_input(self, input_ids: torch.Tensor | None, plain: bool) -> None:
@@ -684,11 +646,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             guard.settle(self)
 
     def has_recorded(self, held: int) -> bool:
-        """Return True if the guard recorded all passes that appended the first ``held`` tokens."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
-        """Return the leading token ids, as far as they are known and equal in all rows."""
+        """Return the leading token ids, as far as known and equal in all rows; only these are ever stored."""
         recorded = _joined(self._seen)
         lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(recorded) in lengths or (self._closed and len(recorded) < min(lengths)))
@@ -746,12 +707,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def can_shift(self) -> bool:
-        """True if ``shift_rows`` can move the rows: no recurrent states and no windows, which may lack tokens."""
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row's contents right by so many columns; as many at the end are dropped. The caller's mask hides
-        the new left padding. Columns then hold different tokens in each row, so nothing is stored from them.
+        """Move each row right, behind padding that the caller's mask hides. Columns then differ by row, so nothing is
+        stored.
         """
         for layer in self._attention:
             for name in ("keys", "values"):
@@ -771,7 +731,6 @@ class CacheSource:
     """Blocks of any transformers cache with a single sequence, for ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
-        """``layers``: the layers of a block, as indices among those with attention; empty: all."""
         pairs = _of_tokens(cache)
         self._layers = [
             (keys[0].detach(), values[0].detach()) for keys, values in ([pairs[at] for at in layers] or pairs)
@@ -808,9 +767,6 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
-    """Return the bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block of this many
-    tokens.
-    """
     layers, heads, tokens, width = keys.shape
     layer_items = heads * tokens * width
     if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != layer_items * keys.element_size():
@@ -822,17 +778,15 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 
 
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return views of a block's keys and values, each (layers, kv_heads, tokens, bytes of a head).
+    """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy uses several threads and waits 15 ms for a
-    thread that another program keeps from running.
+    numpy copies bytes at 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
 
 
 def _split_keys_values(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
-    """Split ``layers``, (…, numbers of a layer), into keys and values, each (…, kv_heads, tokens, width)."""
     shape = (*layers.shape[:-1], layout.kv_heads, layout.block_tokens)
     keys = layout.kv_heads * layout.block_tokens * of_keys
     return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)
@@ -852,14 +806,12 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8
-"""Number of threads that check blocks and copy them into pinned memory. On an H100's host one thread takes 0.2 s for a
-gigabyte, eight threads take 0.05 s, and the bus takes 0.02 s.
-"""
+"""Number of threads. On an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
 
 
 class Staging:
-    """Copier of blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width), slices of
-    one tensor. ``place`` may be called from several threads.
+    """Copier of blocks into ``rooms``, keys and values on a device: each (layers, kv_heads, tokens, width), slices of
+    one tensor. ``place`` is thread-safe.
     """
 
     def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -872,17 +824,14 @@ class Staging:
             # The room's memory may have belonged to another tensor whose work on the stream has not ended yet.
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
-        self._batch: _Batch | None = None
-        """Batch that blocks are copied into now; None: the next block begins another batch."""
+        self._batch: _BatchRows | None = None
         self._copying = 0
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        """Host memory that a running copy reads, with the event of its end."""
         self._ends: list[Any] = []
-        """End events of copies that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
         with self._changed:
-            batch = self._batch = self._batch or _Batch(_pinned(self._layout, self._device))
+            batch = self._batch = self._batch or _BatchRows(_pinned(self._layout, self._device))
             slot = len(batch.indices)
             batch.indices.append(index)
             batch.copying += 1
@@ -903,7 +852,7 @@ class Staging:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Copy the staged blocks; the caller's current stream waits for all copies."""
+        """Copy the staged blocks; the current stream waits for all copies."""
         with self._changed:
             while self._copying:
                 self._changed.wait()
@@ -914,7 +863,7 @@ class Staging:
                 torch.cuda.current_stream(self._device).wait_event(end)
             self._ends = []
 
-    def _send(self, batch: _Batch) -> None:
+    def _send(self, batch: _BatchRows) -> None:
         host, indices = batch.host[: len(batch.indices)], torch.tensor(batch.indices)
         if batch.failed:
             copied = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
@@ -942,9 +891,8 @@ class Staging:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _BatchRows:
     host: torch.Tensor
-    """Pinned memory, (blocks, bytes of a block)."""
     indices: list[int] = field(default_factory=list)
     copying: int = 0
     failed: set[int] = field(default_factory=set)
@@ -952,12 +900,12 @@ class _Batch:
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """Return the only stream of copies to a device: each copy reuses the memory of the last."""
+    """Return the only stream of copies: each reuses the memory of the last."""
     return torch.cuda.Stream(device)
 
 
 class Gathered:
-    """Reader of blocks from ``layers`` on one device: keys and values of a sequence, each (kv_heads, tokens, width)."""
+    """Reader of blocks from ``layers`` on a device: keys and values, each (kv_heads, tokens, width)."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
         self._layers = layers
@@ -966,7 +914,6 @@ class Gathered:
         self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
 
     def read(self, index: int, out: memoryview) -> None:
-        """Copy out block ``index``, and fetch the blocks after it for the next calls."""
         if not self._first <= index < self._first + len(self._host):
             self._gather(index)
         out[:] = self._host[index - self._first].data

@@ -11,7 +11,7 @@ from skymemory.progress import Report
 
 
 class LayerReports:
-    """Hooks on the layers of a model's decoder. They do not change what it computes."""
+    """Hooks on a decoder's layers; its results do not change."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers = list(model.get_decoder().layers)
@@ -24,7 +24,7 @@ class LayerReports:
 
     @contextmanager
     def to(self, report: Report, tokens: int = 1, first_share: float = 1.0) -> Iterator[None]:
-        """Report the passes of the block, one pass per token; the first takes ``first_share`` of the time."""
+        """Report the passes of the block, a token each; the first takes ``first_share`` of the time."""
         self._report, self._passes, self._tokens, self._first_share = report, 0, tokens, first_share
         try:
             yield
@@ -32,7 +32,6 @@ class LayerReports:
             self._report = None
 
     def on_layer(self, number: int) -> None:
-        """Report that a pass has computed layer ``number``, counted from 1."""
         layers = len(self._layers)
         if self._report is None:
             return

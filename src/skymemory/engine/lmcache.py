@@ -1,7 +1,6 @@
 """LMCache's remote connector: its chunks in any store (docs/guide/lmcache.md).
 
-LMCache creates a connector in each worker, by ``remote_storage_plugins``, and calls it from an event loop: threads do
-the work.
+LMCache creates one in each worker, and calls it from an event loop: threads do the work.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ Result = TypeVar("Result")
 
 
 class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
-    """LMCache connector. Raises IrrecoverableException for a wrong option; LMCache then goes on without this
-    connector.
-    """
+    """LMCache connector. Raises IrrecoverableException for a wrong option; LMCache then goes on without it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
         metadata = local_cpu_backend.metadata
@@ -89,7 +86,6 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         return loaded[:end]
 
     def _load(self, keys: Sequence[Any]) -> list[MemoryObj | None]:
-        """Load in a worker thread."""
         loaded: list[MemoryObj | None] = [None] * len(keys)
 
         def place(at: int, value: memoryview) -> bool:
@@ -133,8 +129,6 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         await self._result_of(saving)
 
     def _save(self, keys: Sequence[Any], memory_objs: Sequence[MemoryObj], size_bytes: int) -> None:
-        """Save in a worker thread."""
-
         def read(at: int) -> tuple[bytes, memoryview]:
             memory = memory_objs[at]
             data = memoryview(memory.byte_array).cast("B")
@@ -183,7 +177,7 @@ def _free(found: Sequence[MemoryObj | None]) -> None:
 
 
 def _context(weights: str, dtype: str, config: Any, metadata: Any, chunk: object) -> CacheContext:
-    """Return the context: all that LMCache's keys leave out. (They name the model, rank and ranks.)"""
+    """Return the context: all that LMCache's keys leave out. (They name model, rank and ranks.)"""
     packing = (
         lmcache.__version__,
         list(metadata.kv_shape),

@@ -1,8 +1,7 @@
 """LMCache's multi-process server: an L2 adapter that keeps its objects in any store (docs/guide/lmcache.md).
 
-The server creates an adapter for ``--l2-adapter '{"type": "plugin", ...}'``. Its controllers submit tasks, which
-threads of the adapter execute, and wait at three event descriptors for finished tasks. Nothing is locked between a
-lookup and its load: an object that is gone by then is a miss.
+The server submits tasks, which threads execute, and waits at three event descriptors. Nothing is locked between a
+lookup and its load.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from skymemory.kv.context import CacheContext
 from skymemory.metrics import SharedCounters
 
 _OBJECT_BYTES = 32 << 20
-"""Assumed size of an object, as of an 8B model: it determines batches, and the true size is known only later."""
+"""Assumed size, as of an 8B model: it determines batches; the true size is known later."""
 _KEPT_SIZES = 1 << 20
 _WHERE = "--l2-adapter, adapter_params"
 _LENGTH_BYTES = 4
@@ -36,8 +35,6 @@ _log = init_logger(__name__)
 
 
 class _Tasks(Generic[Result]):
-    """Tasks of a single kind: their threads, their results, and the descriptor that signals results."""
-
     def __init__(self, threads: int, name: str, counters: SharedCounters) -> None:
         self._counters = counters
         self._pool = ThreadPoolExecutor(threads, f"lmcache l2 {name}")
@@ -49,7 +46,7 @@ class _Tasks(Generic[Result]):
         return int(self._event.fileno())
 
     def submit(self, task: int, work: Callable[[], Result], failed: Result) -> int:
-        """Run ``work`` in a thread. ``failed``: the result if ``work`` raises, since LMCache waits for a result."""
+        """Run ``work`` in a thread; ``failed``: the result if it raises, since LMCache waits for a result."""
 
         def run() -> None:
             try:
@@ -94,9 +91,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._loads = _Tasks[Bitmap](4, "load", self.values.counters)
         self._sizing = RLock()
         self._sizes: OrderedDict[Any, int] = OrderedDict()
-        """Sizes of objects stored here and not found to be gone since: LMCache sums them by tenant. ``_sizing`` keeps
-        the notifications about them in the order of the events.
-        """
+        """Sizes of objects stored here: LMCache sums them by tenant. ``_sizing`` keeps notifications in order."""
         self._has_warned = False
 
     def get_store_event_fd(self) -> int:
@@ -117,7 +112,6 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._stores.submit(next(self._numbers), work, L2StoreResult(False, 0))
 
     def _store(self, keys: list[Any], objects: list[Any], size_bytes: int, fits: bool) -> L2StoreResult:
-        """Store in a worker thread."""
         if not fits:
             return L2StoreResult(False, 0)
         try:
@@ -141,9 +135,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return L2StoreResult(all(saved.done), sum(size for size, is_written in written if is_written))
 
     def _says_what_they_are(self, objects: list[Any]) -> bool:
-        """Return True if the meaning of the objects' bytes is known: two kinds of 8-bit floats, or of serializers, must
-        not mix.
-        """
+        """Return True if the meaning of the bytes is known: kinds of 8-bit floats, or of serializers, must not mix."""
         if self._settings.kv_dtype or all(
             str(dtype) != "torch.uint8" for stored_object in objects for dtype in stored_object.get_dtypes()
         ):
@@ -180,8 +172,6 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._loads.submit(next(self._numbers), partial(self._load, keys, objects), Bitmap(len(keys)))
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
-        """Load in a worker thread."""
-
         def place(at: int, value: memoryview) -> bool:
             about, room = _about(objects[at]), _bytes_of(objects[at])
             if value[: len(about)] != about or value.nbytes - len(about) != room.nbytes:
@@ -230,7 +220,7 @@ def _name(key: Any) -> str:
 
 
 def _about(one: Any) -> bytes:
-    """Return the meaning of an object's bytes, which its key leaves out; stored before the bytes."""
+    """Return the meaning of an object's bytes, which its key leaves out."""
     shapes, dtypes = [tuple(shape) for shape in one.get_shapes()], [str(dtype) for dtype in one.get_dtypes()]
     words = f"{shapes} {dtypes} {one.get_memory_format()}".encode()
     return len(words).to_bytes(_LENGTH_BYTES, "big") + words

@@ -1,8 +1,4 @@
-"""Models for demonstrations and tests: built with seeded random weights, or loaded from a folder.
-
-Models with random weights compute as fast and cache as much as trained models; their answers are noise. ``ready_model``
-returns them by name, and the small trained model, which is a separate package.
-"""
+"""Models for demonstrations and tests: random weights, which compute as fast as trained weights, or from a folder."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ TINYLLAMA_SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
-"""Shape of TinyLlama-1.1B, the model of the paper's §5: 1.1 billion parameters, 22.5 KB of KV per token."""
+"""Shape of TinyLlama-1.1B, the model of the paper's §5: 22.5 KB of KV per token."""
 
 SMALL_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -50,7 +46,6 @@ SMALL_SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
-"""Shape large enough for grouped heads and several layers, small enough for tests."""
 
 TWO_SECOND_SHAPE: dict[str, Any] = {
     "hidden_size": 512,
@@ -61,7 +56,7 @@ TWO_SECOND_SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "max_position_embeddings": 16384,
 }
-"""Shape for which a prompt of 4,096 tokens takes about two seconds in float32 on one core; 6 KB of KV per token."""
+"""Shape whose prompt of 4,096 tokens takes about two seconds in float32 on one core; 6 KB of KV per token."""
 
 _WEIGHT_STD = 0.02
 _PIECE = 1 << 22  # numbers converted at a time: fits the processor's cache
@@ -74,13 +69,13 @@ def build_tinyllama(
     layers: int = TINYLLAMA_SHAPE["num_hidden_layers"],
     report: Report = ignore,
 ) -> LlamaForCausalLM:
-    """Build TinyLlama-1.1B's shape, or only ``layers`` of it, with random weights: 2.2 GB in 16 bit, a few seconds."""
+    """Build TinyLlama-1.1B's shape, or only ``layers`` of it: 2.2 GB in 16 bit, a few seconds."""
     shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 8192}
     return build_llama(shape, seed, dtype=dtype, report=report)
 
 
 def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:
-    """Build a small Llama to compare tokens with and without the cache; larger weights make its choices vary."""
+    """Build a small Llama; larger weights make its choices vary."""
     shape = {**SMALL_SHAPE, "vocab_size": vocab_size, "max_position_embeddings": 8192}
     return build_llama(shape, seed, dtype=dtype, weight_std=0.1)
 
@@ -93,10 +88,9 @@ def build_llama(
     weight_std: float = _WEIGHT_STD,
     report: Report = ignore,
 ) -> LlamaForCausalLM:
-    """Build a Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; a seed always gives the same
-    weights.
+    """Build a Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; a seed gives the same weights.
 
-    Weights are uniform with standard deviation ``weight_std``: their raw bits are drawn in place and converted.
+    Uniform with standard deviation ``weight_std``.
     """
     if dtype not in TORCH_DTYPES:
         raise InvalidInput(f"dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
@@ -139,10 +133,7 @@ _LOOK_S = 0.5
 
 @contextmanager
 def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
-    """Report how much this process's memory has grown in the block, as a share of the weights' files in ``folder``.
-
-    transformers does not report its progress. The larger of anonymous memory and mapped files counts, not their sum.
-    """
+    """Report the growth of this process's memory as a share of the weights' files: transformers reports no progress."""
     total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     before, finished = _resident_bytes(), threading.Event()
 
@@ -194,9 +185,9 @@ class ReadyModel:
 
 
 def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
-    """Return the model called ``name``, or the model saved in the folder of this name.
+    """Return the model called ``name``, or saved in this folder. Raises InvalidInput if there is neither.
 
-    ``seed``: of random weights; ``report`` receives the share drawn or loaded. Raises InvalidInput if there is neither.
+    ``seed``: of random weights; ``report`` receives the share drawn or loaded.
     """
     if not is_model_name(name):
         return ReadyModel(load_model(name, dtype=dtype, report=report), load_tokenizer(name), name)
@@ -229,10 +220,7 @@ _UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
 
 
 def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most ``vocab_size`` tokens on the shipped document.
-
-    It begins every text with ``<s>``, as Llama's does. Nothing is written to disk.
-    """
+    """Train a byte-level BPE of at most ``vocab_size`` tokens on the shipped document; texts begin with ``<s>``."""
     smallest = 256 + 3
     if vocab_size < smallest:
         raise InvalidInput(f"a byte-level tokenizer needs at least {smallest} tokens, got {vocab_size}")

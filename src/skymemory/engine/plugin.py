@@ -1,16 +1,17 @@
 """Values of other engines' plug-ins in a store: any bytes under the engine's own names, checked, and limited in time.
 
-A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. A value is a header that names the key
-and the payload's CRC (``kv.value``), then the payload. Its key is the hash of the engine's name for it and of a
-context: model, weights, data type, layout, ranks. Once the store is open, nothing here raises: a value that is absent,
-damaged, foreign or late is a miss, and a value that is not stored is counted.
+A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. A value is a header (``kv.value``) and
+the payload; its key the hash of the engine's name for it and of a context. Once the store is open nothing raises: a bad
+or late value is a miss, a refused value is counted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from skymemory import native
 from skymemory.cache.blocks import LOAD_BATCH_BYTES, STORE_BATCH_BYTES, TIER_FAILURES
+from skymemory.cache.patience import ending_within, left_s
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.config import duration, filled, known_keys, setting, size, text
@@ -34,7 +36,7 @@ from skymemory.testbed.open_store import kinds_of, open_store
 _log = logging.getLogger(__name__)
 
 _THREADS = 8
-"""Number of threads, more than a plug-in's own: a lookup must not wait until a slow load ends."""
+"""Number of threads: a lookup must not wait for a slow load."""
 _LOG_EVERY_S = 60.0
 
 
@@ -52,10 +54,8 @@ class PluginSettings:
 
     @classmethod
     def read(cls, table: object, where: str, processes: int) -> PluginSettings:
-        """Read and check the table. ``where`` names it in errors; ``processes`` processes share the store.
-
-        Raises:
-            InvalidInput: an unknown key, a wrong value, or a store that the processes cannot share.
+        """Read and check the table, called ``where`` in errors. Raises InvalidInput for an unknown key, a wrong value,
+        or a store that ``processes`` cannot share.
         """
         if not isinstance(table, Mapping):
             raise InvalidInput(f'{where} is {table!r}: expected a table, such as {{"store": …, "weights": …}}')
@@ -73,11 +73,8 @@ class PluginSettings:
         return settings
 
     def type_of(self, dtype: object, where: str) -> str:
-        """Return the context's description of an engine's data type.
-
-        Raises:
-            InvalidInput: The type is plain bytes, as for two kinds of 8-bit floats whose values must not mix, and
-                ``kv_dtype`` does not name the kind.
+        """Return the context's description of a data type. Raises InvalidInput for plain bytes without a
+        ``kv_dtype``.
         """
         if str(dtype).rpartition(".")[2] == "uint8" and not self.kv_dtype:
             raise InvalidInput(
@@ -87,15 +84,15 @@ class PluginSettings:
         return f"{dtype} {self.kv_dtype}".rstrip()
 
 
-class Saved(NamedTuple):
-    """Result by value: flags if the store has it now, and if it was written for that."""
+class SavedValues(NamedTuple):
+    """Result by value: stored now, and written by this call."""
 
     done: list[bool]
     written: list[bool]
 
 
 class PluginStore:
-    """Values of one ``context`` in the store of ``settings``, each of ``value_bytes`` at most. Thread-safe."""
+    """Values of one ``context`` in the store, each of ``value_bytes`` at most. Thread-safe."""
 
     def __init__(
         self,
@@ -105,7 +102,6 @@ class PluginStore:
         store: Store | None = None,
         log: logging.Logger = _log,
     ) -> None:
-        """``log``: a logger that the engine shows at INFO."""
         deadlines = TierSettings(
             ask_deadline_s=settings.ask_deadline_s,
             load_deadline_s=settings.load_deadline_s,
@@ -114,8 +110,8 @@ class PluginStore:
         )
         opened = open_store(settings.store) if store is None else store
         self._said = ""
-        """Last logged reason why values were not stored; each is logged once."""
         self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
+        self._load_deadline_s, self._store_deadline_s = settings.load_deadline_s, settings.store_deadline_s
         self._digest = context.digest()
         self.value_bytes = max(1, value_bytes)
         self._queue_bytes = settings.queue_bytes
@@ -124,10 +120,9 @@ class PluginStore:
         self._logger = log
         self._logged_s = time.monotonic()
         self.counters = SharedCounters()
-        """Counters: hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
 
     def with_context(self, context: CacheContext, value_bytes: int) -> PluginStore:
-        """Return the values of another context in the same store, which counts and closes with this object."""
+        """Return the values of another context in the same store and counters."""
         other = copy(self)
         other._digest, other.value_bytes = context.digest(), max(1, value_bytes)
         return other
@@ -136,7 +131,6 @@ class PluginStore:
         return key_hash(self._digest, name)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name if the store has it now; it may be gone when it is loaded."""
         try:
             return [state is Presence.HIT for state in self._store.lookup([self.key(name) for name in names])]
         except Exception as error:
@@ -149,26 +143,29 @@ class PluginStore:
     def load(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
     ) -> list[bool]:
-        """Load values; returns for each if it was loaded.
+        """Load values, all by one deadline; returns for each if it was loaded.
 
-        ``place`` copies value ``at`` before it returns; False: no room for it. ``is_prefix``: the engine uses only the
-        beginning of a prompt, so after the first batch with a miss nothing is loaded.
+        ``place`` copies value ``at`` before it returns; False: no room. ``is_prefix``: only the beginning of a prompt
+        is of use, so loading stops after a batch with a miss.
         """
         return [not reason for reason in self.load_or_say_why(names, place, is_prefix=is_prefix)]
 
     def load_or_say_why(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
     ) -> list[str]:
-        """Load as ``load``; returns for each the miss reason, empty if it was loaded: ``GONE``, "unreachable", "no
-        room", …
-        """
+        """Load as ``load``; returns miss reasons, empty if loaded."""
         reasons: list[str] = []
         batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
+        ends_s = time.monotonic() + self._load_deadline_s
         while len(reasons) < len(names) and not (is_prefix and any(reasons)):
-            reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
-        not_tried = [_BEHIND] * (len(names) - len(reasons))
+            with _until(ends_s if reasons else math.inf):
+                if not left_s():
+                    break
+                reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
+        why = _BEHIND if is_prefix and any(reasons) else _LATE
+        not_tried = [why] * (len(names) - len(reasons))
         if not_tried:
-            self.counters.add("misses_total", len(not_tried), _BEHIND)
+            self.counters.add("misses_total", len(not_tried), why)
         self._log()
         return reasons + not_tried
 
@@ -182,7 +179,8 @@ class PluginStore:
             reports = ticket.report.keys if ticket.report is not None else ()
             for at, (key, value) in enumerate(zip(keys, values, strict=True)):
                 if value is None:
-                    reasons[at] = reports[at].reason if reports else "absent"
+                    reason = reports[at].reason if reports else "absent"
+                    reasons[at] = reason if reason != "absent" or left_s() else _LATE
                     continue
                 payload = _payload(key, value)
                 if isinstance(payload, str):
@@ -202,10 +200,9 @@ class PluginStore:
             self.counters.add("misses_total" if reason else "hits_total", 1, reason)
         return reasons
 
-    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> Saved:
-        """Store the values that are absent. ``read`` returns the pieces of value ``at`` and is called only for
-        these.
-        """
+    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> SavedValues:
+        """Store the values that are absent, all by one deadline; ``read`` returns the pieces of value ``at``."""
+        ends_s = time.monotonic() + self._store_deadline_s
         was_present = self.present(names)
         done = list(was_present)
         self.counters.add("present_total", sum(done))
@@ -213,12 +210,16 @@ class PluginStore:
         batch = max(1, STORE_BATCH_BYTES // self.value_bytes)
         for start in range(0, len(missing), batch):
             part = missing[start : start + batch]
-            for at, stored in zip(
-                part, self._put([(self.key(names[at]), partial(read, at)) for at in part]), strict=True
-            ):
-                done[at] = stored
+            with _until(ends_s if start else math.inf):
+                if not left_s():
+                    self.counters.add("refused_total", len(missing) - start, _LATE)
+                    break
+                for at, stored in zip(
+                    part, self._put([(self.key(names[at]), partial(read, at)) for at in part]), strict=True
+                ):
+                    done[at] = stored
         self._log()
-        return Saved(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
+        return SavedValues(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
 
     def _put(self, values: Sequence[tuple[bytes, Callable[[], Sequence[Buffer]]]]) -> list[bool]:
         reason = "no room, or no answer"
@@ -244,7 +245,7 @@ class PluginStore:
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values; returns for each if it was present and is deleted, None if unknown."""
+        """Delete values; returns for each if it was present, None if unknown."""
         try:
             return list(self._store.delete(keys))
         except Exception as error:
@@ -252,7 +253,7 @@ class PluginStore:
             return [None] * len(keys)
 
     def queue(self, size_bytes: int) -> bool:
-        """Reserve ``size_bytes`` of the save queue until ``dequeue``; returns False if it is full."""
+        """Reserve ``size_bytes`` of the save queue until ``dequeue``; False if full."""
         with self._lock:
             room = self._queued_bytes + size_bytes <= self._queue_bytes
             if room:
@@ -287,13 +288,20 @@ class PluginStore:
 
 
 _BEHIND = "behind a miss"
+_LATE = "deadline"
 _WRONG = ("corrupt", "foreign")
 GONE = ("absent", *_WRONG)
-"""Miss reasons after which the value is not in the store: damaged values are deleted."""
+"""Miss reasons after which the value is not in the store."""
+
+
+def _until(ends_s: float) -> AbstractContextManager[None]:
+    """Give a batch what is left of its call's time: the first has the store's own deadlines, which allow for a busy
+    computer, and every later one ends by ``ends_s``.
+    """
+    return ending_within(ends_s - time.monotonic())
 
 
 def warn_untested(engine: str, version: str, tested: str) -> None:
-    """Warn about a release of the engine that was not tested: its interface may differ (its values never mix)."""
     if version.split(".")[:2] != tested.split(".")[:2]:
         _log.warning("%s %s was not tested with this plug-in, %s was", engine, version, tested)
 

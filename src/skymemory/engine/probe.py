@@ -1,8 +1,4 @@
-"""Probes that refuse models whose output a cache would change, or for which a cache would save nothing.
-
-``check_supported`` reads the configuration, ``probe_layout`` runs the model over two tokens to see what it writes,
-``check_goes_on`` compares its logits with and without a cache, and ``check_hits`` counts what it computes on a hit.
-"""
+"""Probes that refuse models whose output a cache would change, or for which a cache would save nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +73,6 @@ def _rope_types(parameters: object) -> list[str]:
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
-    """Return True if the module's output is random (dropout, jitter)."""
     if not module.training:
         return False
     if isinstance(module, _DropoutNd):
@@ -132,20 +127,18 @@ def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
 _BLOCK_TOKENS = 4
 _FRONT_BLOCKS, _TOKENS = 4, 24
 _TOLERANCE = {"float32": 0.02}
-"""Tolerance as a share of the logits' spread; 16-bit rounding is of that order, a wrong position far larger."""
+"""Share of the logits' spread, of the order of 16-bit rounding; a wrong position differs far more."""
 _TOLERANCE_16_BIT = 0.5
 _OTHER = 100.0
-"""Number added to a state: it changes later logits if the model reads the state at all."""
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""Exceptions that models raise for inputs that they do not support."""
+"""Exceptions that models raise for unsupported inputs."""
 
 
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
     """Run the model over a few tokens at once, and in two parts with a SkyCache between them.
 
-    Raises UnsupportedModel if the logits differ by more than rounding, if the second part fails or does not depend on
-    the recurrent states (their effect is often below 16-bit rounding and grows in decoding), or if tokens outside a
-    window make a difference.
+    Raises UnsupportedModel if a run fails, or the logits differ by more than rounding, do not depend on the recurrent
+    states (whose effect is often below 16-bit rounding), or depend on tokens outside a window.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
@@ -191,9 +184,7 @@ def check_hits(
     guard: Guarding,
     context: CacheContext,
 ) -> None:
-    """Raise UnsupportedModel unless a forward pass and ``generate`` skip the tokens that a cache has loaded. A model
-    that passed is not tried again for another manager.
-    """
+    """Raise UnsupportedModel unless a forward pass and ``generate`` skip the loaded tokens; tried once per model."""
     if model in _SERVED:
         return
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
@@ -216,7 +207,7 @@ def check_hits(
 
 
 class _Probe:
-    """Runs over the same few tokens; each returns the logits after the front part, (tokens, vocabulary)."""
+    """Runs over the same tokens; each returns the logits after the front, (tokens, vocabulary)."""
 
     def __init__(
         self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States | None
@@ -231,11 +222,9 @@ class _Probe:
         self.kinds_of_states = states.kinds if states is not None else []
 
     def run_whole(self) -> torch.Tensor:
-        """Run the model as ``generate`` calls it."""
         return self._at_once(at_positions(self._model, 0, _TOKENS))
 
     def without_positions(self) -> torch.Tensor:
-        """Run the model as a custom loop may call it."""
         return self._at_once({})
 
     def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -243,7 +232,6 @@ class _Probe:
             return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
 
     def in_two_parts(self) -> list[torch.Tensor]:
-        """Return logits with the true states, and with changed states of each kind, before the second part."""
         with torch.inference_mode():
             first = self._cache()
             positions = at_positions(self._model, 0, self._front)
@@ -269,7 +257,7 @@ class _Probe:
 
     def behind_windows(self) -> list[torch.Tensor]:
         """Return logits of two tokens after a window of made-up tokens: twice, for the device's rounding, and with
-        another first token, which windowed layers must not see. Empty if no prompt can be longer than the window.
+        another first token, which must not matter. Empty if no prompt is longer than the window.
         """
         config = self._model.config.get_text_config(decoder=True)
         width = max((kind.window or 0 for kind in self._kinds), default=0)
@@ -304,7 +292,6 @@ class _Probe:
             self._model(input_ids=self._ids, use_cache=True, **cache_option(self._model, cache), **options)
 
     def generate_one(self, cache: SkyCache) -> None:
-        """Generate as users do; this argument name works in every release, and newer releases deprecate it."""
         greedy = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -328,7 +315,7 @@ class _Probe:
 
 
 class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
-    """Layer of ``width`` made-up tokens, equal except the first; appended tokens are not kept."""
+    """Layer of ``width`` made-up tokens, equal except the first."""
 
     def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
         super().__init__()

@@ -27,20 +27,20 @@ TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]
 """Sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
 
 Prompt: TypeAlias = "str | TokenIds | Sequence[Mapping[str, Any]] | Mapping[str, Any]"
-"""Text; token ids; the messages of a chat; or the output of a tokenizer or of ``generate`` with
-``return_dict_in_generate``: a mapping with ``input_ids`` (and ``attention_mask``) or ``sequences``.
+"""Text; token ids; the messages of a chat; or a mapping with ``input_ids`` (and ``attention_mask``) or
+``sequences``.
 """
 
 
 def prompt_ids(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None, template: Mapping[str, Any]
 ) -> Tokens:
-    """Return the token ids of ``prompt``; ``template``: keyword arguments of ``apply_chat_template``.
+    """Return the token ids of ``prompt``, without left padding; ``template``: arguments of ``apply_chat_template``.
 
-    A chat gets a generation prompt unless its last message is an answer. Left padding is removed.
+    A chat gets a generation prompt unless it ends with an answer.
 
     Raises:
-        InvalidInput: an unknown form, several prompts, or a form that needs a tokenizer without one.
+        InvalidInput: an unknown form, several prompts, or no tokenizer.
     """
     if template and not _is_chat(prompt):
         raise InvalidInput(f"{', '.join(sorted(template))}: only for chats, and the prompt is not a list of messages")
@@ -84,7 +84,7 @@ def _needed(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTr
 
 
 def flat_ids(ids: TokenIds) -> Tokens:
-    """Return token ids as a flat int64 array. Raises InvalidInput for anything but a single sequence of whole
+    """Return token ids as a flat int64 array. Raises InvalidInput unless they are a single sequence of whole
     numbers.
     """
     array = _flat(ids)

@@ -1,13 +1,11 @@
 """Codecs of 8 bits per number by optimum-quanto and by HQQ: about half of the bytes of a 16-bit cache, small loss.
 
-Both take a block as rows of ``head_dim`` numbers: a row per layer, key or value, head and token, each with its own
-scale. So an outlier affects a single row. Payloads are little-endian; the layout alone determines their sizes:
+A block is rows of ``head_dim`` numbers (by layer, key or value, head and token), each with its own scale, so an outlier
+affects a single row. Payloads are little-endian; the layout determines their sizes:
 
-- ``quanto8``: int8 per number, then float32 scale per row. Symmetric: number = int8 · scale.
-- ``hqq8``: uint8 per number, then float32 scale per row, then float32 zero per row: number = (uint8 − zero) · scale.
-  HQQ's iterative optimisation is off: at 8 bits it takes 4 % off the error for 30 times the time.
-
-``skymemory.kv.codec.base.measure`` reports costs and losses on a real block.
+- ``quanto8``: int8 per number, then float32 scale per row: number = int8 · scale.
+- ``hqq8``: uint8 per number, then float32 scale and float32 zero per row: number = (uint8 − zero) · scale. HQQ's
+  optimisation is off: at 8 bits it takes 4 % off the error for 30 times the time.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _SCALE_BYTES = 4
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to this thread: a second thread costs more than it saves for a block or a small model."""
+    """Limit torch to this thread: a second costs more than it saves for a block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,8 +40,6 @@ def one_thread() -> Iterator[None]:
 
 
 class Quanto8:
-    """Codec of 8 bits by optimum-quanto's ``qint8`` tensors."""
-
     name = "quanto8"
     codec_id = 8
     lossless = False
@@ -67,8 +63,6 @@ class Quanto8:
 
 
 class Hqq8:
-    """Codec of 8 bits by HQQ, with a scale and a zero point per row."""
-
     name = "hqq8"
     codec_id = 9
     lossless = False
@@ -108,7 +102,7 @@ CODECS = {codec.name: codec for codec in _ALL}
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec called ``name``, ready to use. Raises CodecUnavailable if its package is not installed."""
+    """Return a codec ready to use. Raises CodecUnavailable if its package is missing."""
     if name not in CODECS:
         raise InvalidInput(f"no codec {name!r}: choose one of {', '.join(CODECS)}")
     if name == Quanto8.name:
@@ -122,16 +116,14 @@ def codec_of(name: str) -> Codec:
 
 
 def of_layers(codec: Codec, layers: Sequence[int], of: int) -> Codec:
-    """Return the codec for blocks with only these of a model's ``of`` layers: rounding by layer needs their true
-    numbers.
-    """
+    """Return the codec for blocks of these layers: rounding by layer needs their true numbers."""
     if isinstance(codec, CacheGen) and len(layers) < of:
         return CacheGen(codec.level.name, layers, of)
     return codec
 
 
 def readable_codecs(chosen: Codec) -> list[Codec]:
-    """Return the codecs that a manager writing with ``chosen`` may read: lossy codecs only if it is lossy."""
+    """Return the codecs that may be read: lossy only if ``chosen`` is lossy."""
     return [codec for codec in CODECS.values() if codec.lossless or not chosen.lossless]
 
 
@@ -162,7 +154,7 @@ def _row_count(layout: KVLayout) -> int:
 
 
 def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
-    """Return the block as float32 rows. Raises InvalidInput for another size, or for numbers that are not finite."""
+    """Return float32 rows. Raises InvalidInput for another size, or for numbers that are not finite."""
     if block.nbytes != layout.block_bytes:
         raise InvalidInput(f"a block of {block.nbytes} bytes, the layout says {layout.block_bytes}")
     numbers = torch.frombuffer(block, dtype=TORCH_DTYPES[layout.dtype])
@@ -175,7 +167,7 @@ def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
 def _parts(
     payload: bytes | bytearray | memoryview, layout: KVLayout, dtype: torch.dtype, scales: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return numbers (rows, head_dim) and per-row columns. Raises MalformedPacket if the size or a scale is wrong."""
+    """Return numbers (rows, head_dim) and columns per row. Raises MalformedPacket if the size or a scale is wrong."""
     rows = _row_count(layout)
     numbers = rows * layout.head_dim
     view = memoryview(payload).cast("B")

@@ -12,8 +12,8 @@ def is_tried(release: str) -> bool:
 
 
 def is_admitted(release: str) -> bool:
-    """Return True if this release may be used: a tried release, or a later release of the same major version. The trial
-    at a manager's construction refuses a model whose hits such a release does not serve.
+    """Return True for a tried release, or a later release of its major version, whose hits are tried with each
+    model.
     """
     return _FROM <= _number(release) < _NEXT_MAJOR
 

@@ -1,8 +1,7 @@
 """SGLang's HiCache: its pages in any store, by the backend "dynamic" (docs/guide/sglang.md).
 
-It has all interfaces: pages copied out by SGLang (``batch_get``, ``batch_set``), pages by pointer (``batch_get_v1``,
-``batch_set_v1``; ``"interface_v1": 1``), and pages of further pools of hybrid models (``batch_get_v2``,
-``batch_set_v2``). SGLang calls them in its own threads.
+It has all interfaces: copied pages (``batch_get``, ``batch_set``), pages by pointer (``_v1``; ``"interface_v1": 1``),
+and pools of hybrid models (``_v2``), called in SGLang's threads.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from skymemory.cache.patience import ending_within
 from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
@@ -27,15 +27,11 @@ from skymemory.kv.context import CacheContext
 _log = logging.getLogger(__name__)
 _KV = "kv"
 _BY_RANK = ("mamba", "draft", "draft_swa")
-"""Pools that are cut by rank although the model's keys and values are not: states, and pools of a draft model, which a
-single rank stores.
-"""
+"""Pools that are cut by rank although keys and values are not: states, and a draft model's, which one rank stores."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
-    """Pool other than keys and values, such as windows or states."""
-
+class _ExtraPool:
     host: Any
     values: PluginStore
 
@@ -55,12 +51,12 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
                 f"{where}: queue: SGLang saves in a thread of its own, and nothing waits here: leave it out"
             )
         self._values: PluginStore | None = None
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, _ExtraPool] = {}
         self._counting = Lock()
         self._metrics = StorageMetrics()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the store: the pages are known now, and all that they depend on."""
+        """Open the store: all that pages depend on is known now."""
         super().register_mem_pool_host(mem_pool_host)
         if not hasattr(mem_pool_host, "get_size_per_token"):
             raise InvalidInput(
@@ -79,7 +75,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         dtype = f"{getattr(host_pool, 'dtype', None)} {self._settings.kv_dtype}".rstrip()
         context = _context(self._settings.weights, dtype, self._config, host_pool, name)
         page_bytes = _bytes_of(host_pool.get_dummy_flat_data_page()).nbytes
-        self._pools[name] = _Pool(host_pool, self.values.with_context(context, page_bytes))
+        self._pools[name] = _ExtraPool(host_pool, self.values.with_context(context, page_bytes))
 
     @property
     def values(self) -> PluginStore:
@@ -96,7 +92,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return self.values.prefix([self._name(key) for key in keys])
 
     def _name(self, key: str) -> str:
-        """Return the name of a page: pages by pointer may be cut in another order than copied pages."""
+        """Return a page's name: pages by pointer may be cut in another order."""
         by_pointer = bool((self._config.extra_config or {}).get("interface_v1", 0))
         return _by_pointer(key) if by_pointer else _copied(key)
 
@@ -161,7 +157,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the longest prefix of pages at whose end every pool has what its hit policy requires."""
+        """Return the longest prefix at whose end every pool has what its hit policy requires."""
         pages = self.batch_exists(keys)
         hits = {_KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
@@ -183,14 +179,16 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {str(transfer.name): self._transfer(transfer, self._load_pages) for transfer in transfers}
+        with ending_within(self._settings.load_deadline_s):  # of all pools together
+            return {str(transfer.name): self._transfer(transfer, self._load_pages) for transfer in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
+        with ending_within(self._settings.store_deadline_s):
+            return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
 
-    def _transfer(self, transfer: Any, pages: Callable[[_Pool, list[str], list[int]], list[bool]]) -> list[bool]:
+    def _transfer(self, transfer: Any, pages: Callable[[_ExtraPool, list[str], list[int]], list[bool]]) -> list[bool]:
         name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
-        pool = _Pool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
+        pool = _ExtraPool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
         size = getattr(pool.host, "page_size", 1) or 1
         if indices is None or indices.numel() != len(keys) * size:
             index_count = 0 if indices is None else indices.numel()
@@ -199,7 +197,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         names = [_copied(key) if name == _KV else _of_pool(key) for key in keys]
         return pages(pool, names, [int(indices[at * size]) for at in range(len(keys))])
 
-    def _load_pages(self, pool: _Pool, names: list[str], places: list[int]) -> list[bool]:
+    def _load_pages(self, pool: _ExtraPool, names: list[str], places: list[int]) -> list[bool]:
         def place(at: int, value: memoryview) -> bool:
             page = pool.host.get_dummy_flat_data_page()
             room = _bytes_of(page)
@@ -211,7 +209,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
 
         return self._load(pool.values, names, place)
 
-    def _save_pages(self, pool: _Pool, names: list[str], places: list[int]) -> list[bool]:
+    def _save_pages(self, pool: _ExtraPool, names: list[str], places: list[int]) -> list[bool]:
         def read(at: int) -> list[memoryview]:
             return [_bytes_of(pool.host.get_data_page(places[at], flat=True).contiguous())]
 
@@ -248,7 +246,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     # --- clearing, closing ---
 
     def clear(self) -> bool:
-        """Clear nothing: other engines use the store as well, and unused pages are evicted."""
+        """Clear nothing: other engines use the store, too."""
         _log.warning("pages in a store of SkyMemory are not cleared: unused ones are evicted")
         return False
 
@@ -278,9 +276,7 @@ def _memory(address: int, size_bytes: int) -> memoryview:
 
 
 def _context(weights: str, dtype: str, config: Any, pool: Any, name: str) -> CacheContext:
-    """Return the context: all that SGLang's page hashes leave out. (They name tokens, adapter and the request's
-    salt.)
-    """
+    """Return the context: all that SGLang's hashes leave out. (They name tokens, adapter and salt.)"""
     # If every rank of tensor parallelism has the same pages, a single rank writes for all.
     ranks = None if config.is_mla_model and name not in _BY_RANK else (config.tp_rank, config.tp_size)
     what = ("layer_num", "head_num", "head_dim", "v_head_dim")

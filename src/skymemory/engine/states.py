@@ -1,7 +1,6 @@
 """Recurrent states (linear attention, convolutions): copied out after a forward pass, stored, and restored.
 
-A state depends on all tokens before it and cannot be split by blocks: the state at the end of a block is stored
-undivided, under that block's hash.
+A state cannot be split by blocks: that at the end of a block is stored undivided, under the block's hash.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ _ITEM_BYTES = 4
 class _State:
     layer: int
     kind: str
-    """``conv`` or ``recurrent``."""
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +34,7 @@ class _State:
 
 
 class States:
-    """All states of a model's cache as a byte string; described by ``layers`` after a forward pass."""
+    """All states of a model's cache as a byte string; described by ``layers`` after a pass."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._states = [
@@ -63,7 +61,6 @@ class States:
         return KVLayout(1, 1, width, block_tokens, "float32")
 
     def describe(self) -> str:
-        """Describe the states for ``CacheContext.layout``; the text changes if the bytes would."""
         digest = hashlib.sha256(repr(self._states).encode()).hexdigest()[:32]
         return f"states1[{self.size_bytes} bytes, {digest}]"
 
@@ -75,7 +72,7 @@ class States:
         )
 
     def put(self, layers: Sequence[Any], held: bytes | memoryview, device: torch.device) -> None:
-        """Restore the states as after a forward pass. Raises MalformedPacket for too few bytes."""
+        """Restore the states. Raises MalformedPacket for too few bytes."""
         if len(held) < self.size_bytes:
             raise MalformedPacket(f"states of {len(held)} bytes, expected {self.size_bytes}")
         at = 0
@@ -94,7 +91,6 @@ class States:
 
 
 def repeat(layer: Any, repeats: int) -> None:
-    """Repeat the rows of all states: these layers have no ``batch_repeat_interleave``."""
     for kind in ("conv", "recurrent"):
         states = getattr(layer, f"{kind}_states", {})
         for number, state in states.items():
@@ -103,8 +99,8 @@ def repeat(layer: Any, repeats: int) -> None:
 
 
 def forget(layer: Any) -> None:
-    """Reset a layer. transformers' ``reset`` writes zeros instead, into tensors that keep their number of rows and, if
-    made in inference mode, may be written in that mode only.
+    """Reset a layer. transformers' ``reset`` writes zeros into tensors that keep their rows and, if made in inference
+    mode, may be written in that mode only.
     """
     for kind in ("conv", "recurrent"):
         for number in range(layer.number_of_states):
@@ -114,20 +110,20 @@ def forget(layer: Any) -> None:
 
 
 class StoredStates:
-    """States in a store, as blocks with a context of their own."""
+    """States in a store, as blocks with their own context."""
 
     def __init__(self, states: States, blocks: BlockCache) -> None:
         self._states = states
         self._blocks = blocks
 
     def find(self, ids: Tokens, blocks: int) -> list[int]:
-        """Return the indices among the first ``blocks`` blocks with stored states, in descending order."""
+        """Return the blocks with stored states, in descending order."""
         hashes = self._blocks.hashes(ids)[:blocks]
         missing = set(self._blocks.missing(hashes)) if hashes else set()
         return [index for index in reversed(range(len(hashes))) if index not in missing]
 
     def load(self, ids: Tokens, index: int) -> bytes:
-        """Return the states at the end of block ``index``; empty if they cannot be loaded."""
+        """Return the states at the end of block ``index``; empty if not loaded."""
         sink = _One()
         self._blocks.fetch(self._blocks.hashes(ids)[index], sink)
         return sink.held[: self._states.size_bytes]

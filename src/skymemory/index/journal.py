@@ -8,13 +8,10 @@ A record, little-endian::
                     (version 2: its groups have the size of chunks; only written if it is not the default)
     REMOVE          hashes 32 n
     REMOVE_CONTEXT  the context's digest
-    CLEAR           nothing
-    BORN            nothing
-    LOST            nothing
+    CLEAR, BORN, LOST
     PROBED          keys asked for 4 | values adopted 4
 
-The frame of 12 bytes is the same in all versions. A record of a later version or an unknown operation is skipped. It
-may have added blocks that the journal then does not name (``JournalState``).
+All versions share the frame of 12 bytes. A record of a later version or an unknown operation is skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH, Buffer
 
 JOURNAL_VERSION = 1
 _SIZED_VERSION = 2
-"""Version of an ADD record whose groups have the size of chunks; no other record has it."""
 _MARKER = 0x5B
 _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
@@ -48,13 +44,13 @@ class RecordOp(enum.IntEnum):
     REMOVE_CONTEXT = 3
     CLEAR = 4
     BORN = 5
-    """The constellation is empty: blocks that the journal does not name are absent."""
+    """The constellation is empty: blocks not in the journal are absent."""
     LOST = 6
-    """Earlier records are lost: blocks that the journal does not name may be present."""
+    """Earlier records are lost: blocks not in the journal may be present."""
     UNKNOWN = 0
     """Record of a later release; never written."""
     PROBED = 7
-    """Satellites were probed, and values adopted that the journal did not name."""
+    """Satellites were probed, and values adopted that the journal lacked."""
 
 
 _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
@@ -62,10 +58,8 @@ _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A change.
-
-    ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked for, values
-    adopted).
+    """Change. ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked
+    for, values adopted).
     """
 
     op: RecordOp
@@ -87,7 +81,7 @@ def encode_record(
     context: bytes = b"",
     probed: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """Return the bytes to append: about 68 per block added, 32 per block removed, and 12 to 100 around them."""
+    """Return the bytes to append: about 68 per block added, 32 per block removed."""
     # Use the oldest version that suffices: an earlier release can then read as much as possible.
     version = JOURNAL_VERSION
     if op is RecordOp.ADD:
@@ -110,10 +104,8 @@ def _framed(op: RecordOp, version: int, body: bytes) -> bytes:
 
 
 def decode_records(data: Buffer) -> tuple[list[Record], int]:
-    """Return the records in ``data`` up to the first that is incomplete or damaged, and their size in bytes.
-
-    A crash may tear the journal's tail: cut off what follows the returned size before appending. An intact record of a
-    later release is UNKNOWN; a record that contradicts itself raises :class:`MalformedPacket`.
+    """Return the records up to the first incomplete or damaged, and their bytes: cut off the remainder before
+    appending. MalformedPacket for a self-contradiction.
     """
     view = memoryview(data).cast("B")
     records: list[Record] = []
@@ -125,7 +117,6 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
 
 
 def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
-    """Return the record that begins at ``at``, and its end; None if it is incomplete or damaged."""
     if at + _FRAME.size > len(view):
         return None
     marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
@@ -163,7 +154,6 @@ def _joined_add(
 
 @lru_cache(maxsize=64)
 def _packed_groups(groups: tuple[Group, ...]) -> tuple[bytes, int]:
-    """Return packed groups, and the oldest version that has room for them."""
     return pack_groups(groups), _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
 
 
@@ -210,13 +200,13 @@ def split_hashes(data: Buffer) -> tuple[bytes, ...]:
 
 
 def sized(groups: Iterable[Group]) -> bool:
-    """Return True if a group gives the size of its chunks: the record then has version 2."""
+    """Return True if the groups need version 2."""
     return any(chunk_bytes for _, _, _, chunk_bytes in groups)
 
 
 def pack_groups(groups: Sequence[Group]) -> bytes:
-    """Pack each group as: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4], strategy,
-    context. All have the size if the groups are ``sized``.
+    """Pack each group: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4, if ``sized``],
+    strategy, context.
     """
     parts = []
     head = _GROUP_HEAD_SIZED if sized(groups) else _GROUP_HEAD
@@ -227,7 +217,7 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """Return ``count`` groups from the start of ``view``, which may be ``sized``, and their size in bytes."""
+    """Return ``count`` groups from the start of ``view``, and their size in bytes."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
@@ -248,7 +238,7 @@ def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tup
 
 
 def replay(record: Record, index: RadixIndex) -> None:
-    """Apply a change to ``index``; records about the journal itself change no block."""
+    """Apply a change; records about the journal itself change no block."""
     if record.op is RecordOp.ADD:
         index.add(record.hashes, record.infos, record.start, record.parent)
     elif record.op is RecordOp.REMOVE:
@@ -261,10 +251,8 @@ def replay(record: Record, index: RadixIndex) -> None:
 
 
 def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
-    """Replay the records of ``decode_records``, and apply them to ``state``; return their size in bytes.
-
-    Records that add or remove blocks, nearly all, never become objects. A contradiction to the index raises
-    :class:`InvalidInput`.
+    """Replay records, and apply them to ``state``; return their bytes. Additions and removals, nearly all, never become
+    objects. InvalidInput for a contradiction.
     """
     view = memoryview(data).cast("B")
     at = 0
@@ -287,8 +275,6 @@ def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
 
 
 def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
-    """Write the fewest records that make an index like this one: an ADD for each run."""
-
     def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
         body, version = _joined_add(start, parent, hashes, rows, groups)
         write(_framed(RecordOp.ADD, version, body))
@@ -299,9 +285,8 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 class JournalState:
     """State of a journal. ``complete``: blocks that it does not name are absent.
 
-    Such a journal began with its constellation and lost no record. A journal without BORN at its start was
-    created for a constellation that may have held values: its index was deleted, or clients on another computer write
-    there. Nothing makes it complete again: even after probing, such a client may have stored more.
+    Only a journal that began with its constellation (BORN) and lost no record is complete. Not even probing makes
+    another complete: clients elsewhere may store more.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")
@@ -311,10 +296,9 @@ class JournalState:
         self.keys_probed = 0
         self.values_adopted = 0
         self.unknown_records = 0
-        """Records of a later release, which may be about any block."""
+        """Records of a later release, about any block."""
 
     def apply(self, record: Record) -> None:
-        """Apply a record about the journal; records about blocks change nothing."""
         if record.op is RecordOp.BORN:
             self.complete = True
         elif record.op is RecordOp.LOST:

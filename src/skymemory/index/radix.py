@@ -1,8 +1,6 @@
-"""RadixIndex: block hash → BlockInfo, and the longest prefix of a prompt that is present (paper §3.10).
+"""RadixIndex: block hash → BlockInfo, and the longest present prefix of a prompt (paper §3.10).
 
-Hashes are chained, so a hash names its complete prefix and no edge labels are compared: a block is found by one lookup
-and knows the block before it (``native.twin.blocks``). A prefix is looked up from its first block to the first that is
-absent: a hole stops it, even if later blocks are present.
+A hash names its complete prefix, so no edge labels are compared: one lookup finds a block, which knows its predecessor.
 """
 
 from __future__ import annotations
@@ -27,22 +25,19 @@ ROW_BYTES = _ROW.size
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """Fields to find and rebuild a block: its size, and where its chunks were stored (spec §1, radix index)."""
-
     chunks: int
     value_bytes: int
     value_crc: int
     """CRC-32 of the complete stored value."""
     set_at_s: float
-    """Time of setting, in seconds since the Unix epoch."""
+    """Unix time."""
     slot_moves: int
-    """Slot moves of the anchor from the epoch to the setting, which determine the chunks' current places."""
+    """Slot moves from the epoch to the setting, which determine the current places."""
     plane_moves: int
     strategy: str
-    """Placement strategy, such as ``rotation_hop``."""
     servers: int
     context: bytes = b""
-    """Digest of the cache context, by which a context can be cleared."""
+    """Digest of the cache context."""
     chunk_bytes: int = 0
     """Size of its chunks; 0: the default, or unknown."""
 
@@ -52,7 +47,7 @@ Group = tuple[str, int, bytes, int]
 
 
 class Groups:
-    """Groups by number, which packs entries into rows that name a group, little-endian."""
+    """Groups by number, which packs entries into little-endian rows that name a group."""
 
     __slots__ = ("_numbers", "listed")
 
@@ -61,7 +56,6 @@ class Groups:
         self._numbers = {group: number for number, group in enumerate(self.listed)}
 
     def number(self, group: Group) -> int:
-        """Return a group's number, possibly new. Raises InvalidInput if it cannot be recorded."""
         number = self._numbers.get(group)
         if number is None:
             _check_group(group)
@@ -70,7 +64,7 @@ class Groups:
         return number
 
     def pack(self, info: BlockInfo) -> bytes:
-        """Return the row of ``info``, and keep its group. Raises :class:`InvalidInput` if a number does not fit."""
+        """Return the row of ``info``; InvalidInput if a number does not fit."""
         if not math.isfinite(info.set_at_s):
             raise InvalidInput(f"set_at_s must be finite, got {info.set_at_s}")
         numbers = info.chunks, info.value_bytes, info.value_crc, info.set_at_s, info.slot_moves, info.plane_moves
@@ -84,7 +78,7 @@ class Groups:
         return _ROW.pack(*numbers, number) if number else row
 
     def unpack(self, row: Buffer) -> BlockInfo:
-        """Return the entry of a row. Raises IndexError if its group is missing."""
+        """Return a row's entry; IndexError if its group is missing."""
         *numbers, number = _ROW.unpack(row)
         return BlockInfo(*numbers, *self.listed[number])
 
@@ -102,9 +96,8 @@ def _check_group(group: Group) -> None:
 
 
 def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-    """Check that ``hashes`` can be at depths ``start``, … after ``parent``, which is None exactly at depth 0.
-
-    Raises :class:`InvalidInput` otherwise. No block may occur twice: its hash names all before it.
+    """Raise InvalidInput unless a chain at depths ``start``, … after ``parent`` (None exactly at depth 0) is
+    possible.
     """
     if not 0 <= start <= MAX_DEPTH - len(hashes) or (start == 0) != (parent is None):
         raise InvalidInput(
@@ -122,19 +115,16 @@ def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> No
 class RadixIndex:
     """Entries of the present blocks. Not thread-safe; no I/O.
 
-    Depth is the number of blocks before a block in its prompt. A block may be present while a block before it is not (a
-    hole): it is kept, but no prefix reaches it until the hole is filled.
+    Depth is the number of blocks before a block. No prefix reaches a block after a hole.
     """
 
     def __init__(self) -> None:
         self._table = native.BlockTable()
         self._groups = Groups()
         self._packed_groups: dict[tuple[bytes, bool], Sequence[int]] = {}
-        """Numbers of the groups of replayed records, by their bytes."""
 
     @property
     def capacity_bytes(self) -> float:
-        """Capacity of the memory that holds the blocks, for ``bytes_by_servers``."""
         return self._table.capacity_bytes
 
     @capacity_bytes.setter
@@ -153,17 +143,14 @@ class RadixIndex:
         return self._table.place(block_hash) is not None
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over all block hashes present, in no order."""
         return (key for key, _, _ in self._table.items())
 
     def add(
         self, hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int = 0, parent: bytes | None = None
     ) -> int:
-        """Add a chain (``hashes[i]`` follows ``hashes[i-1]``) and return the number of new blocks.
-
-        A block that is present gets the new info. ``start`` is the depth of ``hashes[0]`` and ``parent`` the hash
-        before it (None exactly at depth 0), which need not be present. Raises :class:`InvalidInput` and changes nothing
-        if the chain contradicts itself or known entries.
+        """Add a chain, or replace its infos; return the number of new blocks. ``start``: depth of the first;
+        ``parent``: hash before it, present or not. InvalidInput, with no change, if the chain contradicts itself or
+        known entries.
         """
         if len(hashes) != len(infos):
             raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
@@ -175,11 +162,8 @@ class RadixIndex:
         return new
 
     def replay(self, data: Buffer, at: int, groups_of: Callable[[bytes, int, bool], Sequence[Group]]) -> int:
-        """Apply the records in ``data`` from ``at`` on that add or remove blocks.
-
-        It stops at the first record that is incomplete, damaged, of another kind, or a contradiction, and returns its
-        position. ``groups_of`` parses a record's groups (bytes, number, True if they have the size of chunks); if there
-        are none, the record is a contradiction.
+        """Apply additions and removals from ``at`` up to the first other, incomplete, damaged or contradictory record;
+        return its position. ``groups_of`` parses a record's groups; none: a contradiction.
         """
 
         def numbers_of(packed: bytes, count: int, sized: bool) -> Sequence[int]:
@@ -197,17 +181,14 @@ class RadixIndex:
         return self._table.leading(hashes)
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
-        """Return the entry of a block; None if it is absent. The blocks before it may be absent, too."""
         return self.infos([block_hash])[0]
 
     def infos(self, hashes: Sequence[bytes]) -> list[BlockInfo | None]:
         return [None if row is None else self._groups.unpack(row) for row in self._table.find(hashes)]
 
     def bytes_by_servers(self) -> dict[int, float]:
-        """Return the bytes of the present values, by the number of servers they were set on.
-
-        A value's weight decays exponentially with the bytes set after it (by ``capacity_bytes``), since most evictions
-        are never reported.
+        """Return the bytes of the present values by number of servers. Most evictions are never reported, so weights
+        decay exponentially with the bytes set later.
         """
         bytes_by_servers: dict[int, float] = {}
         for group, size_bytes in zip(self._groups.listed, self._table.held(), strict=False):
@@ -215,24 +196,21 @@ class RadixIndex:
         return bytes_by_servers
 
     def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Return the depth of a block and the hash before it; None if it is absent."""
+        """Return a block's depth and predecessor; None if absent."""
         return self._table.place(key)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """Return a place that contradicts no entry, for an absent block whose writer gave none.
-
-        It is depth 0 or, if blocks are known to follow, the depth before those, after a made-up hash, so that no prefix
-        reaches the block by the index alone.
+        """Return a possible place for an absent block: depth 0 or, if blocks follow, the depth before those, after a
+        made-up hash, so that no prefix reaches the block.
         """
         below = self._table.below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; False if it was absent. Blocks after it stay, unreachable until it is added again."""
+        """Remove a block; False if absent. Its successors stay, unreachable."""
         return self._table.remove(key)
 
     def remove_context(self, context: bytes) -> list[bytes]:
-        """Remove every block of a cache context and return their hashes, deepest first."""
         numbers = {number for number, group in enumerate(self._groups.listed) if group[2] == context}
         blocks = [(depth, key) for key, depth, number in self._table.items() if number in numbers] if numbers else []
         blocks.sort(reverse=True)
@@ -241,10 +219,8 @@ class RadixIndex:
         return [key for _, key in blocks]
 
     def runs(self, visit: Callable[[int, bytes | None, bytes, bytes, Sequence[Group]], object]) -> None:
-        """Call ``visit`` with every run, a chain that is as long as possible. It must not change the index.
-
-        Its arguments are the first block's depth, the hash before it, the hashes, their rows, and the groups, which the
-        rows name by position.
+        """Call ``visit`` with every run: first depth, hash before it, hashes, rows, and the groups that rows name by
+        position. It must not change the index.
         """
 
         def visit_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, numbers: list[int]) -> None:

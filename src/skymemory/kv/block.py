@@ -1,4 +1,4 @@
-"""Block of a prompt: the hash that names it and everything before it, its place, and the layout of its bytes."""
+"""Block of a prompt: its hash, its place, and the layout of its bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skymemory.errors import InvalidInput, not_utf8
 
 Buffer = bytes | bytearray | memoryview
 BlockHash = bytes
-"""SHA-256 (32 bytes). Hashes are chained, so a hash names its complete prefix."""
+"""SHA-256, chained: a hash names its complete prefix."""
 HASH_BYTES = 32
 MAX_DEPTH = 2**32 - 1
 TOKEN_BYTES = 4
@@ -29,9 +29,8 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a block in its prompt: ``depth`` blocks precede it, ``parent`` is the last of them.
-
-    Raises InvalidInput for an invalid depth, and unless ``parent`` is None exactly at depth 0.
+    """Position of a block: ``depth`` blocks precede it, ``parent`` is the last of them, None exactly at depth 0 (else
+    InvalidInput).
     """
 
     depth: int
@@ -48,23 +47,21 @@ class Place:
 
 
 def places_in(hashes: Sequence[BlockHash], indices: Sequence[int]) -> list[Place]:
-    """Return the places of the blocks ``indices`` of a prompt with these ``hashes``."""
     return [Place(index, hashes[index - 1] if index else None) for index in indices]
 
 
 def hash_blocks(
     context_digest: bytes, tokens: Tokens, block_tokens: int, content: Mapping[int, bytes] | None = None
 ) -> list[BlockHash]:
-    """Return the hashes of the full blocks of ``tokens``; a prompt shorter than a block gives ``[]``.
+    """Return the hashes of the full blocks of ``tokens``.
 
     ``h_i = SHA-256(h_{i-1} || tokens_i)``, tokens as unsigned 32-bit little-endian, ``h_{-1}`` the context digest (the
-    paper's §3.1 starts from a null hash).
+    paper's §3.1: null).
 
-    ``content`` is for images and audio, whose placeholders share token ids: position of the first placeholder (0-based
-    token) → 32-byte digest of the medium. Each digest is folded into the block of its position, as ``|| offset in the
-    block as u32 || digest``, in order of position; later blocks inherit it by the chain.
+    ``content``: token position of the first placeholder → 32-byte digest of an image or sound. Its block's hash gets
+    ``|| offset in the block as u32 || digest``, in order of position.
 
-    Raises :class:`InvalidInput` for tokens that are not integers in 0 .. 2^32-1 or not one-dimensional.
+    Raises InvalidInput for tokens that are not integers in 0 .. 2^32-1 or not one-dimensional.
     """
     _check_digest(context_digest, "context digest")
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
@@ -83,10 +80,7 @@ def hash_blocks(
 
 
 def key_hash(namespace_digest: bytes, key: str) -> bytes:
-    """Return the 32-byte name of a text key of the general key-value store.
-
-    It is ``SHA-256(tag || namespace || UTF-8 key)``; the tag distinguishes it from every block hash.
-    """
+    """Return ``SHA-256(tag || namespace || UTF-8 key)``; the tag distinguishes it from block hashes."""
     _check_digest(namespace_digest, "namespace digest")
     if not isinstance(key, str) or not key:
         raise InvalidInput(f"a key must be non-empty text, got {key!r}")
@@ -143,10 +137,9 @@ _MAX_NUMBER = 2**31 - 1
 class KVLayout:
     """Layout of a block: ``(layers, 2, kv_heads, block_tokens, head_dim)`` in C order, 2 = key, value; little-endian.
 
-    If values have another width than keys (``value_dim``; 0: the same), each layer has its keys, ``(kv_heads,
-    block_tokens, head_dim)``, and then its values, ``(kv_heads, block_tokens, value_dim)``.
-
-    Sizes are per block, not cumulative: 2 · 22 · 4 · 64 · 128 · 2 B = 2.88 MB for TinyLlama-1.1B in 16 bit (paper §5).
+    If values have another width (``value_dim``; 0: the same), each layer has its keys, ``(kv_heads, block_tokens,
+    head_dim)``, then its values, ``(kv_heads, block_tokens, value_dim)``. Sizes are per block: 2.88 MB for
+    TinyLlama-1.1B in 16 bit (paper §5).
     """
 
     layers: int
@@ -170,12 +163,11 @@ class KVLayout:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Widths of a head's key and of its value."""
         return self.head_dim, self.value_dim or self.head_dim
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape as a single array. Raises InvalidInput if keys and values differ in width."""
+        """Shape as a single array; InvalidInput if keys and values differ in width."""
         if self.value_dim:
             raise InvalidInput(f"a block of {self} is not a single array: its keys and values differ in width")
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
@@ -186,16 +178,14 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values over all layers."""
         return self.layers * self.kv_heads * sum(self.widths) * self.item_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block before any codec."""
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:
-        """Return a stable text for :attr:`CacheContext.layout`. It changes exactly when a block's bytes would."""
+        """Return a stable text, which changes exactly when a block's bytes would."""
         if self.value_dim:
             return (
                 f"kv2[layers={self.layers},kv_heads={self.kv_heads},tokens={self.block_tokens},"
@@ -209,10 +199,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueLayout:
-    """Layout of a block that only engines of the same kind can read. No codec can: such blocks are stored raw.
-
-    ``packing`` names all that the bytes depend on.
-    """
+    """Layout of a block that only engines of the same kind can read. ``packing`` names all that its bytes depend on."""
 
     packing: str
     block_tokens: int
@@ -225,12 +212,11 @@ class OpaqueLayout:
                 raise InvalidInput(f"opaque layout: {name} must be a whole number from 1 on, got {number!r}")
 
     def describe(self) -> str:
-        """Return a stable text for :attr:`CacheContext.layout`."""
         return f"opaque1[tokens={self.block_tokens},bytes={self.block_bytes}]{self.packing}"
 
 
 def to_float32(raw: Buffer, dtype: str) -> npt.NDArray[np.float32]:
-    """Return the numbers in ``raw`` as a flat float32 array; exact for all three dtypes."""
+    """Return the numbers as a flat float32 array; exact for all three dtypes."""
     if dtype not in ITEM_BYTES:
         raise InvalidInput(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
     if memoryview(raw).nbytes % ITEM_BYTES[dtype]:

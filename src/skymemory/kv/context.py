@@ -18,27 +18,23 @@ _FIXED = struct.Struct("<BI")
 
 @dataclass(frozen=True, slots=True)
 class CacheContext:
-    """Identity of a KV cache. Two contexts that differ in any field never share a block.
+    """Identity of a KV cache. Contexts that differ in any field share no block.
 
-    The digest seeds the chain of block hashes (instead of the paper's null hash, §3.1), so a changed model, tokenizer,
-    dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not included, only the permission
-    of loss: a value's header names the codec, so a block may be re-encoded without changing its hash.
+    The digest seeds the chain of block hashes (the paper's null hash, §3.1), so any change invalidates by construction
+    (§3.3). Of the codec only the permission of loss is included: a block may be re-encoded.
     """
 
     model: str
-    """Name such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
     weights: str
     """Revision or digest."""
     tokenizer: str
     """Revision or digest."""
     kv_dtype: str
     layout: str
-    """Text of :meth:`skymemory.kv.block.KVLayout.describe`."""
+    """Text of ``KVLayout.describe``."""
     lossless: bool = True
-    """False permits lossy codecs."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     adapter: str = ""
-    """Name and revision of a LoRA adapter, or empty."""
     tenant_salt: bytes = field(default=b"", repr=False)
     """Secret that separates tenants; never printed."""
 
@@ -60,9 +56,8 @@ class CacheContext:
             raise InvalidInput(f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}")
 
     def encode(self) -> bytes:
-        """Return the bytes to hash: tag and version, then every field, texts with their length (little-endian).
-
-        The encoding is the same on every machine, and injective, since every variable part carries its length.
+        """Return the bytes to hash: tag, version, then every field, variable parts with their length (little-endian):
+        injective.
         """
         texts = (self.model, self.weights, self.tokenizer, self.kv_dtype, self.layout, self.adapter)
         parts = [_PREFIX.pack(b"skycache", ENCODING_VERSION), _FIXED.pack(self.lossless, self.block_tokens)]
@@ -71,11 +66,10 @@ class CacheContext:
         return b"".join(parts)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of :meth:`encode`, the start of every chain of block hashes under this context."""
         return hashlib.sha256(self.encode()).digest()
 
     def describe(self) -> dict[str, str | int | bool]:
-        """Return the digest and every field for users and logs, but not the salt."""
+        """Return digest and fields for users and logs, without the salt."""
         return {
             "model": self.model,
             "weights": self.weights,

@@ -8,8 +8,8 @@ Layout, little-endian, 64 bytes, then the name, then the payload::
     40 name_bytes 2     42   value_dim 4 (zero: as head_dim)
     46 zero 14          60  CRC-32 of the header with this field zero, and of the name
 
-Later versions only keep the magic and the position of the version. A writer writes the oldest version that suffices. A
-later version, an unknown dtype or a non-zero reserved byte raises ``LaterVersion``.
+Later versions keep magic and version's position only; they, an unknown dtype and a non-zero reserved byte raise
+``LaterVersion``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueT
 from skymemory.kv.block import Buffer, KVLayout, OpaqueLayout
 
 DEFAULT_CHUNK_BYTES = 6144
-"""Size of the chunks of a stored value (the last may be shorter). Chunk ``index`` goes to server ``index % servers``; a
-missing chunk means a missing value (paper §3.2). See ``protocol.client.transfer``.
+"""Size of the chunks (the last may be shorter). Chunk ``index`` goes to server ``index % servers``; without one chunk
+the value is lost (paper §3.2).
 """
 HEADER_BYTES = 64
 HEADER_VERSION = 1
@@ -32,9 +32,8 @@ MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
 """Limit of decoded values, checked before anything is allocated."""
 LATER_VERSION = "later version"
-"""Miss reason of a value that only a later release can read. The value is kept."""
+"""Miss reason of a value that only a later release can read; it stays."""
 BYTES_DTYPE = "bytes"
-"""Dtype of values of the general key-value store: any bytes, no layout."""
 
 _MAGIC = b"SKYV"
 _HEADER = struct.Struct("<4sBBBxQQIIIIHI14xI")
@@ -46,9 +45,8 @@ _DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
 class ValueHeader:
     """Header of a value of ``raw_bytes`` decoded bytes, stored as ``payload_bytes``.
 
-    ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain bytes and
-    opaque layouts. ``name`` is a block's name (``block_name``), or a key of the general key-value store, which is
-    checked when the value is read and rebuilds a lost index.
+    ``layout``: of a KV block. ``name``: a block's (``block_name``), or a key of the general store, checked at each
+    read.
     """
 
     codec_id: int
@@ -75,16 +73,13 @@ class ValueHeader:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the layout, or ``bytes``."""
         return BYTES_DTYPE if self.layout is None else self.layout.dtype
 
     @property
     def header_bytes(self) -> int:
-        """Bytes before the payload."""
         return HEADER_BYTES + len(self.name.encode())
 
     def pack(self) -> bytes:
-        """Return the header and the name; the payload follows."""
         name = self.name.encode()
         numbers, value_dim = (0, 0, 0, 0), 0
         if self.layout is not None:
@@ -97,11 +92,8 @@ class ValueHeader:
 
 
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
-    """Return the header and the payload (a view, not a copy) of a stored value.
-
-    Raises :class:`MalformedPacket` for truncated, foreign, inconsistent or damaged bytes; its subclass
-    :class:`LaterVersion` for what a later release wrote. The payload is protected by the chunks' and the value's
-    checksums, not by this header's.
+    """Return header and payload (a view) of a stored value; the payload is not checked. Raises MalformedPacket, or its
+    subclass LaterVersion for what a later release wrote.
     """
     view = memoryview(value).cast("B")
     header = unpack_header(view)
@@ -113,10 +105,7 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
 
 
 def unpack_header(start_of_value: Buffer) -> ValueHeader:
-    """Return the header from the first bytes of a stored value (such as its first chunk).
-
-    Raises :class:`MalformedPacket` as ``unpack_value`` does. The payload is not checked.
-    """
+    """Return the header from the first bytes of a value. Raises as ``unpack_value``."""
     view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:
         raise MalformedPacket(f"a stored value has at least {HEADER_BYTES} bytes, got {len(view)}")
@@ -150,12 +139,12 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
 # --- a block of a KV cache as a stored value: the name has the block's hash and the payload's CRC ---
 
 PAYLOAD_AT = HEADER_BYTES + 64
-"""Offset of a block's payload: its name has 64 characters, so that the payload is aligned for any copy."""
+"""Offset of a block's payload: its name has 64 characters."""
 _BLOCK_NAME = "block {} crc32 {:08x}"
 
 
 class ForeignBlock(MalformedPacket):
-    """An intact value, but of another block or layout than the requested one."""
+    """Intact value of another block or layout than requested."""
 
 
 def block_name(block_hash: bytes, payload_crc: int) -> str:
@@ -164,21 +153,16 @@ def block_name(block_hash: bytes, payload_crc: int) -> str:
 
 
 def block_header(block_hash: bytes, layout: KVLayout | OpaqueLayout, codec_id: int, payload: Buffer) -> bytes:
-    """Return the ``PAYLOAD_AT`` bytes before ``payload``."""
     name = block_name(block_hash, native.crc32(payload))
     return ValueHeader(codec_id, layout.block_bytes, len(payload), _written(layout), name).pack()
 
 
 def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
-    """Return the layout in the header; an opaque layout is only in the block's hash."""
     return layout if isinstance(layout, KVLayout) else None
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
-    """Return True for an undamaged block of this hash, in any layout.
-
-    Values of a later release pass: they are kept and moved unread.
-    """
+    """Return True for an undamaged block of this hash. Values of a later release pass: they are moved unread."""
     try:
         header, payload = unpack_value(value)
     except LaterVersion:
@@ -189,10 +173,8 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
 
 
 def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | None:
-    """Return the CRC-32 of a stored block, continued from ``crc``, or None if it is no block of this hash.
-
-    The payload's CRC is taken from the header, not computed. So for a damaged payload the result is wrong, which a
-    comparison with the bytes reveals.
+    """Return the CRC-32 of a stored block, continued from ``crc``; None if it is no such block. The payload's CRC is
+    taken from the header: wrong for a damaged payload.
     """
     if len(value) < PAYLOAD_AT:
         return None
@@ -208,10 +190,8 @@ def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | N
 
 
 def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
-    """Return codec id and payload of a stored block, after every check.
-
-    Raises MalformedPacket for damaged bytes, and its subclasses: ForeignBlock for another block or layout, LaterVersion
-    for what a later release wrote.
+    """Return codec id and payload of a stored block, after every check. Raises MalformedPacket; ForeignBlock for
+    another block or layout, LaterVersion for what a later release wrote.
     """
     header, payload = unpack_value(value)
     _check_block(header, native.crc32(payload), block_hash, layout)
@@ -221,9 +201,7 @@ def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLa
 def check_placed_block(
     head: memoryview, value_bytes: int, value_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout
 ) -> int:
-    """Return the codec id of a stored block after the checks of ``open_block``, given only its header and
-    ``value_crc``, the actual CRC-32 of all its ``value_bytes``.
-    """
+    """Return the codec id after these checks, given only the header and the CRC-32 of all ``value_bytes``."""
     header = unpack_header(head)
     if header.header_bytes != len(head) or header.header_bytes + header.payload_bytes != value_bytes:
         raise MalformedPacket(f"a value of {value_bytes} bytes whose header says otherwise: {header}")

@@ -1,7 +1,7 @@
-"""Hot loops: in C if the helper was compiled, else in Python (``twin``).
+"""Hot loops: in C if the helper was compiled, else in Python (``twin``, whose docstrings document each function).
+Without libcrypto, the twin hashes.
 
-``NATIVE`` is True if C is used. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose docstrings
-document each function. The helper uses SHA-256 of libcrypto; without it, the twin hashes.
+``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _OF_SHA = ("chain_sha256", "check_macs", "sign_packets", "strip_macs")
 
 
 def _compiled() -> Any:
-    """Return the compiled helper; None if missing, disabled, or of another version's sources."""
     if os.environ.get("SKYMEMORY_PURE_PYTHON", "0") not in ("", "0"):
         return None
     try:
@@ -61,21 +60,21 @@ for _name in backend.__all__:
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> backend.Crcs:
-    """Return the CRC-32 of each ``chunk_bytes`` of ``value`` (uint32, maybe read-only)."""
+    """Return the CRC-32 of each ``chunk_bytes`` (uint32, maybe read-only)."""
     if _fast is not None:
         return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), _CRC)
     return backend.crc32_chunks(value, chunk_bytes)
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
-    """Return the chained XXH64 of the whole blocks of ``data`` (uint64, maybe read-only); see ``twin.backend``."""
+    """Return the chained XXH64 of the whole blocks (uint64, maybe read-only)."""
     if _fast is not None:
         return np.frombuffer(_fast.chain_hashes(data, block_bytes, seed), _HASH)
     return backend.chain_hashes(data, block_bytes, seed)
 
 
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
-    """Return the seeded XXH64 of each whole block of ``data`` by itself (uint64, maybe read-only)."""
+    """Return the seeded XXH64 of each whole block (uint64, maybe read-only)."""
     if _fast is not None:
         return np.frombuffer(_fast.piece_hashes(data, block_bytes, seed), _HASH)
     return backend.piece_hashes(data, block_bytes, seed)

@@ -1,1 +1,1 @@
-"""Placement of values on satellites: the layouts, the closed form that locates a server, and migration."""
+"""Placement of values on satellites: layouts, location, migration."""

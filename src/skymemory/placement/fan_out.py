@@ -1,18 +1,14 @@
 """Number of satellites for a value: a small value goes to the nearest, a large value to as many as pay off.
 
-The time to fetch a value of n chunks from s servers is bounded by its slowest server (spec §4, bound (i), if processing
-a chunk takes less than transmitting it):
+A value of n chunks from s servers takes (spec §4, bound (i), if transmitting a chunk outlasts processing it):
 
     round trip to the farthest satellite of the box of s  +  ⌈n / s⌉ · transmission of a chunk  +  s · ``_SERVER_S``
 
-A satellite gets at most ``_MOST_BYTES`` of a value, even if links could carry more: packets of several writers would
-otherwise overrun it.
+A satellite gets at most ``_MOST_BYTES`` of a value: several writers would overrun it.
 
-Small boxes lie inside large boxes, so the nearest satellite has a share of every value. A small box is handed over
-completely at every move of the overhead point. If a satellite is full, it evicts a share of a value, which is then lost
-on all others. So values on s servers or fewer may take a fifth of a satellite's memory, and only what values on more
-servers leave free, but always a little. Otherwise the next best number is used. Values set long ago have been evicted,
-or soon will be: their weight decays (``held``).
+The nearest satellite has a share of every value; if it is full and evicts a share, the value is lost on all others. So
+values on s servers or fewer may take a fifth of its memory, and only what values on more servers leave free, but always
+a little.
 """
 
 from __future__ import annotations
@@ -25,25 +21,22 @@ from skymemory.placement.layout import Box
 from skymemory.placement.locate import Moves, Placement
 
 BEAM_BYTES_PER_S = 150e6
-"""Rate of a beam to a ground host: 1.2 Gbit/s, a channel of 400 MHz in Ka band at 550 km (the budget of 3GPP TR 38.821
-in ``sim.loading.LinkBudget``).
+"""Rate of a beam: 1.2 Gbit/s, a channel of 400 MHz in Ka band at 550 km (3GPP TR 38.821,
+``sim.loading.LinkBudget``).
 """
 _SERVER_S = 25e-6
-"""Time to pack, send and answer another request, measured on one computer."""
+"""Time of another request, measured on one computer."""
 _MOST_BYTES = 4 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
-"""Shares of a satellite's memory. The larger is below what a satellite leases (a quarter), so that loads of such values
-can be leased.
-"""
+"""Shares of a satellite's memory, of which it leases at most a quarter."""
 
 
 @dataclass(frozen=True)
 class FanOut:
     """Choice of the number of servers.
 
-    ``round_trips_s``: to the farthest satellite of the box, by the possible numbers of servers; any value may have the
-    largest. ``chunk_s``: transmission of a chunk over a beam. ``memory_bytes``: of a satellite; 0: unknown, and none is
-    too full. ``replicas``: copies of each value.
+    ``round_trips_s``: to the farthest satellite of the box, by number of servers. ``chunk_s``: transmission of a chunk.
+    ``memory_bytes``: of a satellite; 0: unknown.
     """
 
     round_trips_s: Mapping[int, float]
@@ -65,9 +58,8 @@ class FanOut:
     ) -> FanOut:
         """Choose among full boxes of at most ``most`` servers, and ``most`` itself.
 
-        A box must hold all ``replicas`` of a chunk, on as many planes as the largest box does, and have an additional
-        plane. Then, if a plane is dead, other satellites still know of some chunk that all its copies are gone (so a
-        delete is certain). ``round_trip_s`` gives the round trip to each satellite of the boxes at ``moves``.
+        A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, other satellites
+        must still know that all copies of a chunk are gone.
         """
         planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 
@@ -82,7 +74,6 @@ class FanOut:
         return cls(chosen, chunk_s, memory_bytes, replicas)
 
     def seconds(self, servers: int, chunks: int) -> float:
-        """Return the time to fetch ``chunks`` chunks."""
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S
 
     def servers(self, chunks: int, value_bytes: int, held: Mapping[int, float]) -> int:
@@ -97,9 +88,6 @@ class FanOut:
         return next((count for count in ranked if count == most or self._has_room(count, value_bytes, held)), most)
 
     def _has_room(self, servers: int, value_bytes: int, held: Mapping[int, float]) -> bool:
-        """Return True if the satellites may have so much of a value, and the nearest, with a share of each, has
-        room.
-        """
         if value_bytes > servers * _MOST_BYTES:
             return False
         if not self.memory_bytes:

@@ -1,8 +1,7 @@
-"""The five layouts: the assignment of cells around the centre to servers.
+"""The five layouts: the assignment of cells around the centre to servers (SkyMemory paper §3.4 to §3.7).
 
-SkyMemory paper §3.4 to §3.7. A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of the centre.
-S servers live in a box of w columns and h rows; an even side has its extra column in the west, where satellites are
-about to come into sight, and its extra row in the south.
+A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of the centre. A box of w columns and h rows
+has an even side's extra column in the west, where satellites come into sight, and its extra row in the south.
 
 - ``rotation``      row by row from the north-west corner of the box.
 - ``hop``           breadth-first from the centre, neighbours in the order north, east, south, west; no box.
@@ -28,7 +27,6 @@ from skymemory.errors import InvalidInput
 Strategy = Literal["rotation", "hop", "rotation_hop", "cost", "baseline"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Cell = tuple[int, int]
-"""Offset ``(x, y)``: slots east and planes south of the centre."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class Box:
 
     @property
     def cells(self) -> list[Cell]:
-        """Cells row by row from the north-west corner."""
         return [(x, y) for y in self.rows for x in self.columns]
 
     def __contains__(self, cell: object) -> bool:
@@ -67,8 +64,6 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Cell of each server, relative to the centre: ``cells[server]``. Made by ``layout``."""
-
     strategy: Strategy
     servers: int
     torus: Torus
@@ -93,7 +88,6 @@ def parse_strategy(name: str) -> Strategy:
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
-    """Return ``(width, height)`` of the nearly square box: columns of slots, rows of planes."""
     check_servers(servers, torus)
     root = math.isqrt(servers - 1) + 1
     width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
@@ -101,7 +95,6 @@ def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
 
 
 def check_servers(servers: int, torus: Torus) -> None:
-    """Raise InvalidInput unless this many servers fit on the torus."""
     if not 1 <= servers <= torus.size:
         raise InvalidInput(
             f"{servers} servers on {torus.planes} planes of {torus.slots_per_plane} satellites: "
@@ -112,10 +105,8 @@ def check_servers(servers: int, torus: Torus) -> None:
 def layout(
     strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
 ) -> Layout:
-    """Return a layout. Only ``cost`` (and ``worst_path_s``) use the link delays.
-
-    Raises:
-        InvalidInput: more servers than satellites, or no delay.
+    """Return a layout; only ``cost`` and ``worst_path_s`` use the delays. InvalidInput for too many servers, or no
+    delay.
     """
     check_servers(servers, torus)
     if slot_link_s <= 0 or plane_link_s <= 0:
@@ -153,10 +144,6 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
-    """Return every cell of the box, breadth-first over the links from the centre.
-
-    A box as wide as a ring closes with it.
-    """
     visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []
     queue: deque[Cell] = deque(visited)
@@ -175,16 +162,12 @@ def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
 
 @lru_cache(maxsize=16)
 def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
-    """Return every cell with its delay, nearest first. On a torus of equal links the delay follows from the offset.
-
-    Whole picoseconds make every machine break ties alike; equal delays keep the order of the breadth-first walk.
-    """
+    """Return every cell with its delay, nearest first. Whole picoseconds break ties alike on every machine."""
     priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _torus_box(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
 
 
 def _cheapest(servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> tuple[Box, tuple[Cell, ...]]:
-    """Return the smallest box that holds ``servers`` cells within the least worst delay, and those cells."""
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]
     near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]

@@ -1,15 +1,12 @@
-"""Current satellite of a server: a closed form of the clock, without a table or a query.
+"""Current satellite of a server: a closed form of the clock (SkyMemory paper §3.4 to §3.8).
 
-SkyMemory paper §3.4 to §3.8. ``Moves`` are the steps of the overhead point since the epoch: ``(slot_moves,
-plane_moves)``. A slot move takes the centre one slot west (the satellites fly east under it), a plane move one plane
-south. Both may be negative.
+``Moves`` are the steps of the overhead point since the epoch: a slot move takes the centre one slot west (satellites
+fly east under it), a plane move one plane south. Both may be negative.
 
-At each slot move the leaving east column hands its chunks to the entering west column, each within its plane; at each
-plane move the leaving north row hands them to the entering south row. So after r and p moves a server that was set at
-``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north) mod h) − north)`` from the centre at that time. The
-mod runs over the full box, including empty cells: so the two axes commute even if the servers do not fill the box.
-
-If that position is a gap, the satellite is the gap's ``Torus.living``; several servers may then be on one satellite.
+At a slot move the leaving east column hands its chunks to the entering west column; at a plane move the north row to
+the south row. So after r and p moves a server set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p +
+north) mod h) − north)`` from the current centre. The mod runs over the full box, empty cells included: so the axes
+commute. ``Torus.living`` stands in for a gap.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 
 Moves = tuple[int, int]
-"""Moves ``(slot_moves, plane_moves)`` of the overhead point since the epoch."""
+"""Moves ``(slot_moves, plane_moves)`` since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,6 @@ class Placement:
 
     @classmethod
     def for_preset(cls, preset: Preset, strategy: Strategy | None = None, servers: int | None = None) -> Placement:
-        """Return the placement of a preset, with its own strategy and number of servers by default."""
         return cls.of(
             strategy or preset.strategy,
             preset.servers if servers is None else servers,
@@ -94,11 +90,7 @@ class Placement:
         return self.torus.wrap(self.centre.plane + now_moves[1], self.centre.slot - now_moves[0])
 
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
-        """Return the centre of the box that currently holds what was set at ``set_moves``.
-
-        It is the overhead satellite for strategies that migrate, that at ``set_moves`` for ``hop``, the first for
-        ``baseline``.
-        """
+        """Return the centre of the box that now holds what was set at ``set_moves``."""
         if self.migrates:
             return self.centre_at(now_moves)
         return self.centre_at(set_moves) if self.layout.strategy == "hop" else self.centre
@@ -114,11 +106,8 @@ class Placement:
         )
 
     def replica_cell(self, cell: Cell, replica: int) -> Cell:
-        """Return the cell of a copy of what is set in ``cell``.
-
-        Replicas 0 (``cell`` itself) to width · height − 1 are all in different cells and, as long as the box has rows
-        left, in different planes. The shift is within the full box, like the motion itself, so copies stay apart
-        wherever the box goes.
+        """Return the cell of a copy. Replicas 0 (``cell``) to width · height − 1 are in different cells and, as long as
+        rows are left, planes, wherever the box goes.
         """
         box = self.layout.box
         if not 0 <= replica < box.width * box.height:
@@ -134,7 +123,7 @@ class Placement:
     def locate(
         self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0), replica: int = 0
     ) -> SatelliteId:
-        """Return the satellite that currently holds what was set on ``server`` (0-based) at ``set_moves``."""
+        """Return the satellite that now holds what was set on ``server`` (0-based) at ``set_moves``."""
         if not 0 <= server < self.layout.servers:
             raise InvalidInput(f"server {server}: expected 0 … {self.layout.servers - 1}")
         cell = self.replica_cell(self.layout.cells[server], replica)
@@ -143,15 +132,11 @@ class Placement:
         return self.torus.living(self.torus.wrap(centre.plane + y, centre.slot + x))
 
     def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
-        """Return ``locate`` of every server, in order; cached, since a read needs all of them."""
+        """Locate every server, in order; cached."""
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
-        """Return moves for which ``locate`` covers every satellite that can ever hold what was set at ``set_moves``.
-
-        A server keeps its satellite until it has crossed the box, and is then on the satellite a full box further on.
-        So the moves are a box apart on each axis, once around both rings.
-        """
+        """Return moves for which ``locate`` covers every satellite that can ever hold what was set."""
         if not self.migrates:
             return [set_moves]
         box, torus = self.layout.box, self.torus
@@ -164,14 +149,13 @@ class Placement:
         ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
-        """Return the server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``, if any."""
+        """Return the server that ``satellite`` is for what was set at ``set_moves``, if any."""
         cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
         if cell is None:
             return None
         return self.layout.server_of.get(self.cell_at(cell, now_moves, set_moves))
 
     def cell_of(self, satellite: SatelliteId, centre: SatelliteId) -> Cell | None:
-        """Return the cell of ``satellite`` in the box around ``centre``; None outside it."""
         box = self.layout.box
         column = (satellite.slot - centre.slot + box.west) % self.torus.slots_per_plane
         row = (satellite.plane - centre.plane + box.north) % self.torus.planes
@@ -180,10 +164,7 @@ class Placement:
         return column - box.west, row - box.north
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
-        """Return the full box around the overhead satellite, row by row from its north-west corner.
-
-        Gaps are replaced by their stand-ins.
-        """
+        """Return the box overhead, row by row from its north-west corner."""
         centre, torus = self.centre_of(now_moves, now_moves), self.torus
         return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]
 
@@ -202,8 +183,8 @@ def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tup
 # parallel. A satellite computes its own handovers from the clock and needs no command.
 
 
-class Handover(NamedTuple):
-    """Transfer of everything that ``source`` holds in ``cell`` (of the box before the move) to ``target``."""
+class CellHandover(NamedTuple):
+    """Transfer of all that ``source`` holds in ``cell`` (before the move)."""
 
     cell: Cell
     source: SatelliteId
@@ -211,18 +192,13 @@ class Handover(NamedTuple):
 
 
 class ServerHandover(NamedTuple):
-    """Transfer of what was set on ``server`` from ``source`` to ``target``."""
-
     server: int
     source: SatelliteId
     target: SatelliteId
 
 
-def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
-    """Return the handovers of the full box, row by row; none if nothing migrates.
-
-    Empty cells are included: what was set before earlier moves may be in any of them.
-    """
+def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[CellHandover]:
+    """Return the handovers of the full box: earlier settings may be in its empty cells."""
     if not placement.migrates:
         return []
     torus = placement.torus
@@ -233,7 +209,7 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Hand
         source = torus.living(torus.wrap(before.plane + cell[1], before.slot + cell[0]))
         target = torus.living(torus.wrap(after.plane + y, after.slot + x))
         if source != target:
-            handovers.append(Handover(cell, source, target))
+            handovers.append(CellHandover(cell, source, target))
     return handovers
 
 

@@ -1,15 +1,9 @@
-"""Authentication of packets: MACs are computed and checked, and replays are refused. After a gate, a packet is plain
-again.
+"""Authentication of packets: MACs, and refusal of replays. After a gate, a packet is plain again.
 
-An authenticated packet is the plain packet with flag 0x01 and the key id in its SKY header, and a MAC of 16 bytes at
-the end of its body: truncated HMAC-SHA-256. It covers the high half of the sender's time in microseconds (4 bytes, not
-sent: the receiver can infer them within 35 minutes) and the packet up to the MAC, with its CRC and the fields that
-forwarders change as zero. The payload of SET, MIGRATE and DATA follows. The MAC covers the chunk reference and with it
-the payload's CRC-32. If answers are signed, the MACs of SET and MIGRATE also cover the payload's hash
-(``native.twin.nh``); otherwise other bytes of the same CRC would be stored. The writer's tenant (``store.sealed``), who
-shares no key with satellites, checks that a payload is what its writer wrote.
-
-The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
+An authenticated packet has flag 0x01 and a key id in its SKY header, and 16 bytes of truncated HMAC-SHA-256 at the end
+of its body. The MAC covers the high half of the sender's time in microseconds (4 bytes, not sent) and the packet up to
+the MAC, with its CRC and the fields that forwarders change as zero; the payload only by CRC-32. If answers are signed,
+the MACs of SET and MIGRATE also cover the payload's hash (``native.twin.nh``).
 """
 
 from __future__ import annotations
@@ -49,52 +43,45 @@ MAC_BYTES = 16
 FLAGS_OFFSET, TIMESTAMP_OFFSET, KEY_ID_OFFSET = 2, 24, 38
 """Offsets within the SKY header."""
 MAX_SIGNED_CHUNK_BYTES = MAX_CHUNK_BYTES - MAC_BYTES
-"""Largest chunk in a packet with a MAC (65,359 bytes)."""
+"""Largest chunk with a MAC (65,359 bytes)."""
 CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
-"""Operations with a payload after the body."""
 
 _ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
 _PURPOSE = b"skymemory packets 1"
 _PAYLOADS_PURPOSE = b"skymemory payloads 1"
 _CHANGE_CLOCK_S = 0.5
-"""Seconds within which only the first refusal counts: operations that run together are refused together."""
 
 
 @dataclass(slots=True)
 class Authority:
-    """Keys that may command, as a ring that may be replaced at any time.
+    """Keys that may command, in a ring replaceable at any time.
 
-    With ``every_packet``, answers have MACs too. With ``signed_answers``, answers to ground hosts except DATA have
-    MACs, and MACs of SET and MIGRATE cover payloads.
+    ``signed_answers`` adds MACs to answers to ground hosts except DATA, and payloads to the MACs of SET and MIGRATE;
+    ``every_packet`` adds MACs to all packets.
     """
 
     ring: KeyRing
     every_packet: bool = False
     signed_answers: bool = False
     wall_shift_s: float = 0.0
-    """Lead of this computer's wall clock over its machines' time (``UnixClock``)."""
+    """Lead of the wall clock over the machines' time."""
     signs_by_wall: bool = False
-    """True if commands get the wall clock's time."""
     heard_s: float = -math.inf
-    """Time of the last authentic command that agreed with the machines' time."""
+    """Time of the last authentic command by the machines' time."""
     heard_by_wall: bool = False
-    """True if the wall clock is believed: an authentic command carried its time, which is ahead, and no command by the
-    machines' time was heard for ``ALONE_S``.
-    """
+    """True if the wall clock, which is ahead, is believed: for ``ALONE_S``, commands carried only its time."""
     _keys: tuple[KeyRing, dict[int, bytes]] | None = None
     _changed_s: float = -math.inf
 
     def on_refused(self, now_s: float) -> None:
-        """Sign by the other clock from now on, if the wall clock was set: satellites may have started since then.
-
-        Both clocks are this computer's, so a forged refusal gains nothing.
+        """Sign by the other clock, if the wall clock was set. Both are this computer's: a forged refusal gains
+        nothing.
         """
         if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._changed_s + _CHANGE_CLOCK_S:
             self._changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
 
     @property
     def mac_keys(self) -> dict[int, bytes]:
-        """Return the accepted keys by id, derived for MACs."""
         if self._keys is None or self._keys[0] is not self.ring:
             ring = self.ring
             self._keys = (ring, {key.key_id: self._mac_key(key) for key in ring.keys})
@@ -105,12 +92,11 @@ class Authority:
 
     @property
     def covers_payloads(self) -> bool:
-        """Return True if MACs of SET and MIGRATE cover their payloads."""
         return self.signed_answers and not self.every_packet
 
     @property
     def proves_answers(self) -> bool:
-        """Return True if ground hosts refuse answers without MACs (except DATA, unless ``every_packet``)."""
+        """Return True if ground hosts refuse answers without MACs."""
         return self.every_packet or self.signed_answers
 
     def signing_key_id(self, now_s: float) -> int:
@@ -124,12 +110,10 @@ class Authority:
         return self.signed_answers and to_ground and head[_ANSWER_AT] != Op.DATA
 
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """Return the packets of a batch (plain, sealed, one per row) with MACs, if they get any.
-
-        Commands get the time ``now_s``, or the wall clock's.
+        """Return the batch (plain, sealed, a packet per row), with MACs if needed.
 
         Raises:
-            ValueTooLarge: a chunk so large that its packet has no room for a MAC.
+            ValueTooLarge: a chunk's packet has no room for a MAC.
         """
         if not self.signs(batch.headers):
             return batch
@@ -148,13 +132,11 @@ class Authority:
 
 
 def payload_key(key: SecretKey) -> bytes:
-    """Return the key of the payload hash, concatenated from numbered derived keys."""
     parts = (key.derive(_PAYLOADS_PURPOSE + bytes([number])) for number in range(-(-PAYLOAD_KEY_BYTES // SECRET_BYTES)))
     return b"".join(parts)[:PAYLOAD_KEY_BYTES]
 
 
 def claims_mac(packet: memoryview, sky: int) -> bool:
-    """Return True if the packet, whose SKY header is complete, claims to carry a MAC."""
     return bool(packet[sky + FLAGS_OFFSET] & FLAG_AUTHENTICATED)
 
 
@@ -164,37 +146,29 @@ def claims_mac(packet: memoryview, sky: int) -> bool:
 # A retransmission is packed again, so it has a new number and passes; the same bytes do not pass twice.
 
 MAX_SKEW_S = 30.0
-"""Greatest difference between a command's time and the receiver's. Beyond it a command is refused, so older numbers
-need not be remembered.
-"""
+"""Limit of a command's difference from the receiver's time."""
 REMEMBERED = 2048
 """Numbers remembered per sender, in each of two generations; older numbers are refused."""
 MAX_SENDERS = 256
-"""Senders with such a memory; only the newest number of earlier senders is remembered."""
+"""Senders so remembered; of earlier senders, only the newest number."""
 MAX_FORGOTTEN = 4096
-"""Limit of those earlier senders. Each is kept while the time check would admit a copy of its packets. A common floor
-would instead refuse senders whose clocks are slightly behind, because of other senders.
-"""
+"""Limit of those earlier senders: a common floor would refuse senders with slow clocks."""
 START_GRACE_S = 1.0
-"""Seconds before its start from which a receiver accepts commands: its neighbours start with it, and greet it."""
+"""Seconds before its start from which commands are accepted: neighbours start with it."""
 _SEQUENCE_BITS = 14
 _PASSED_US = int(2 * MAX_SKEW_S * 1e6)
-"""Distance below an accepted number at which any receiver's clock refuses a number: the accepted number is at most 30 s
-ahead.
-"""
+"""Distance below an accepted number that any receiver's clock refuses."""
 
 Sender = tuple[int, int, int]
-"""Key id, ground host and, if the ground host is 0, the packed address of a satellite."""
+"""Key id, ground host and, if that is 0, a satellite's packed address."""
 
 
 def stamp(time_us: int, sequence_count: int) -> int:
-    """Return the number of a command: unique per sender, ascending."""
+    """Return a command's number: unique and ascending per sender."""
     return time_us << _SEQUENCE_BITS | sequence_count
 
 
 class _Seen:
-    """Numbers of one sender; all up to ``floor`` count as seen."""
-
     __slots__ = ("earlier", "floor", "newest", "recent")
 
     def __init__(self, floor: int) -> None:
@@ -228,20 +202,19 @@ class _Seen:
 
 
 class ReplayWindow:
-    """Commands that one receiver has seen, a bounded number per sender, none made before ``start_us``."""
+    """Numbers of commands that a receiver has seen, bounded per sender."""
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
         self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
         self._forgotten: OrderedDict[Sender, int] = OrderedDict()
-        """Newest number per sender not heard recently, oldest sender first."""
 
     def first(self, sender: Sender, number: int) -> bool:
-        """Return True, and remember the command, if this authentic, recent command is new."""
+        """Return True, and remember it, if an authentic command is new."""
         return self._get_record(sender).first(number)
 
     def all_first(self, sender: Sender, numbers: list[int]) -> bool:
-        """Return True, and remember all commands, if they are distinct and all new; otherwise remember none."""
+        """Remember all and return True, or remember none if any is not new."""
         return self._get_record(sender).all_first(numbers)
 
     def _get_record(self, sender: Sender) -> _Seen:
@@ -255,7 +228,6 @@ class ReplayWindow:
         return record
 
     def _forget(self, sender: Sender, seen: _Seen) -> None:
-        """Keep only a sender's newest number. Above ``MAX_FORGOTTEN`` senders, raise the floor of all senders."""
         self._forgotten[sender] = seen.newest
         too_old = seen.newest - stamp(_PASSED_US, 0)
         while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < too_old:
@@ -265,22 +237,17 @@ class ReplayWindow:
 # --- Gates ---
 
 Refuse = Callable[[memoryview, LinkEnd, float], None]
-"""Callback that answers a refused command of a ground host: packet, incoming link, time."""
 
 REFUSALS_PER_S = 100
-"""Refusals answered per second, and at once after a pause; a flood gets no more."""
+"""Refusals answered per second, and at once after a pause."""
 ALONE_S = 5.0
-"""Seconds after a command with the old time before a wall clock that was set forward is followed."""
+"""Seconds without commands by the old time before a wall clock is followed."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
 
 class SatelliteGate:
-    """Gate of one satellite that admits only authentic and new commands.
-
-    It counts ``packets_refused``, ``packets_replayed``, ``packets_malformed`` and, for packets not admitted,
-    ``packets_received``.
-    """
+    """Gate of a satellite: admits only authentic and new commands."""
 
     def __init__(self, authority: Authority, here: Address, counters: Counters, refuse: Refuse, now_s: float) -> None:
         self._authority = authority
@@ -293,16 +260,13 @@ class SatelliteGate:
         self._commanded = False
         self._guarded_s = now_s
         self._answered_to_us = microseconds(now_s)
-        """Time at which all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
     @property
     def every_packet(self) -> bool:
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """Return what ``native.serve`` needs to check GETs and SETs from the own beam and to sign ACKs, until the
-        machine's next call.
-        """
+        """Return what ``native.serve`` needs to check GETs and SETs and to sign ACKs, until the machine's next call."""
         self._guarded_s = now_s
         authority = self._authority
         signer = authority.signing_key_id(now_s) if authority.signed_answers else 0
@@ -313,10 +277,8 @@ class SatelliteGate:
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
     def admit(self, runs: list[Run], source: LinkEnd, now_s: float) -> tuple[list[Run], bool]:
-        """Return the admitted runs from one link, in order, and True if an authentic command for this satellite was
-        among them.
-
-        Runs for this satellite become plain. Only an authentic command proves the other end of the link.
+        """Return the admitted runs, in order, and True if an authentic command for this satellite was among them: that
+        alone proves the link's other end.
         """
         admitted: list[Run] = []
         self._commanded = False
@@ -356,11 +318,7 @@ class SatelliteGate:
         admitted += plain_run(view, size, sky, keep) if to_me else kept_runs(view, size, keep)
 
     def _from_ground(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """Check commands from the own beam.
-
-        A command made for another satellite's beam was overheard there. It is refused: its answers would go to the host
-        that repeats it here.
-        """
+        """Refuse commands overheard in another beam: a repeater would get their answers."""
         starts = range(0, len(view), size)
         ours = bytes(view[at:][_SOURCE] == self._our_beam for at in starts)
         if all(ours):
@@ -376,7 +334,6 @@ class SatelliteGate:
         return bytes(keep)
 
     def _authentic(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """Return 1 for each packet that is authentic and new, otherwise 0; count the others."""
         authority, keys = self._authority, self._authority.mac_keys
         by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
         times = by_now
@@ -405,11 +362,7 @@ class SatelliteGate:
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
-        """Return True if the payload of a refused SET may be what is wrong: it names a known key and has the current
-        time.
-
-        It gets no answer, which would end the operation of a sender that only needs to repeat it.
-        """
+        """Return True if only a refused SET's payload may be wrong: a refusal would end an operation to be repeated."""
         sky = packet[COMMAND_BYTES:]
         if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
             return False
@@ -421,7 +374,7 @@ class SatelliteGate:
         return is_current and _sender(packet)[0] in self._authority.mac_keys
 
     def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
-        """Count packets not admitted; answer the first sound command of a ground host, once per run."""
+        """Count packets not admitted; answer a ground host's first sound command."""
         packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
         valid = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
@@ -444,7 +397,7 @@ def _sender(packet: bytes | memoryview) -> Sender:
 
 
 def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryview]:
-    """Count packets that are not authentic: damaged as malformed, sound (returned) as refused."""
+    """Count damaged packets as malformed, sound packets (returned) as refused."""
     if not packets:
         return []
     valid = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
@@ -454,9 +407,9 @@ def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryvie
 
 
 def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[bytes, list[memoryview]]:
-    """Return 1 or 0 for each telemetry packet (authentic or not), and the packets that are not.
+    """Return 1 or 0 for each telemetry packet, and the packets that are not authentic.
 
-    Answers need no replay window: an answer counts only while its request is open, and only once.
+    There is no replay window: an answer counts once, while its request is open.
     """
     times = native.check_macs(view, size, TELEMETRY_BYTES, authority.mac_keys, 0, 0)
     wrong = [view[number * size : (number + 1) * size] for number, time in enumerate(times) if time is None]
@@ -464,7 +417,7 @@ def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[by
 
 
 def plain_run(view: memoryview, size: int, sky: int, keep: bytes) -> list[Run]:
-    """Return the kept, authentic packets without MACs as one run; only the last may be shorter."""
+    """Return the kept packets without MACs."""
     if not any(keep):
         return []
     return [(memoryview(native.strip_macs(view, size, sky, keep)), min(size, len(view)) - MAC_BYTES)]
@@ -478,17 +431,15 @@ def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
 
 
 def answer_number(answer: Buffer) -> int:
-    """Return a number that ascends over the answers of one satellite; a replay has the number of its original."""
+    """Return a number that ascends over a satellite's answers."""
     head = memoryview(answer)
     return stamp(int.from_bytes(head[6:12], "big"), int.from_bytes(head[2:4], "big") & 0x3FFF)
 
 
 class ClientGate:
-    """Gate of a ground host that admits only authentic answers, if satellites sign them, and DATA if it carries no
-    MACs.
+    """Gate of a ground host: admits only authentic answers, if satellites sign them, and DATA if it carries no MACs.
 
-    It counts ``packets_refused`` and, among these, ``refusals_unproved`` (UNREACHABLE with REFUSED, from satellites
-    with other keys or from a stranger).
+    ``refusals_unproved`` counts refusals by strangers or other keys.
     """
 
     def __init__(self, authority: Authority, counters: Counters) -> None:
@@ -497,7 +448,6 @@ class ClientGate:
 
     @property
     def admits_plain_data(self) -> bool:
-        """Return True if DATA carries no MAC; it then proves only the chunks that it brings."""
         return not self._authority.every_packet
 
     def admit(self, runs: list[Run]) -> list[Run]:

@@ -1,10 +1,6 @@
-"""Movement of the box over time, and the satellite of each server at a given time: pure functions of the clock.
+"""Movement of the box over time, and the satellite of each server: pure functions of the clock.
 
-Slot moves count how often the overhead point passed to the next slot; plane moves count how often it passed to the next
-plane (the Earth turns under the orbits). Both are counted from the epoch. An operator may push them (ADVANCE).
-
-``MoveClock`` counts moves and ``SkyMap`` maps servers to satellites. A satellite uses both through ``Locator``, a
-client through ``FollowedClock``.
+Slot moves and plane moves count how often the overhead point passed to the next slot or plane since the epoch.
 """
 
 from __future__ import annotations
@@ -27,54 +23,43 @@ from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 
 STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 3, "cost": 4, "baseline": 5}
-"""Strategy numbers on the wire; frozen."""
+"""Numbers on the wire; frozen."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 DISPLACEMENTS = (0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18)
-"""Planes by which a box is centred south of the overhead point, by the upper four bits of its strategy on the wire. Not
-0 if satellites of the box were dead when the value was written. Frozen.
+"""Planes by which a box is displaced to the south, around dead satellites; indexed by the upper four bits of its
+strategy on the wire. Frozen.
 """
 _DISPLACEMENT_BITS = 4
 PROOF_S = 0.8
-"""Seconds within which all answers that prove a chunk lost must arrive. A copy outlives its handover by 1 s, so an
-existing chunk cannot move unseen between two answers.
-"""
+"""Seconds within which a loss must be proved: copies outlive their handover by 1 s."""
 HANDED_OVER_S = 0.3
-"""Seconds after a move of the clock during which readers look first in the old places. The copies there outlive the
-move by 1 s, while the new copies may still be on their way (``handover.SPREAD_S`` plus transit). A read then needs one
-round trip instead of two.
-"""
+"""Seconds after a move during which readers look first in the old places, which keep copies for 1 s."""
 MOST_PUSHED_AT_ONCE = 10_000
-"""Limit of the change by an ADVANCE, in each direction."""
 MOST_PUSHED = 1_000_000
-"""Limit of the pushed moves in each direction: as many as a plan holds."""
 LISTENERS = 5
-"""Satellites, those heard last, whose majority counts."""
+"""Satellites whose majority counts."""
 TOLERATED_STEPS = 1
-"""Tolerated difference from the majority's count, in moves on each axis."""
+"""Tolerated moves from the majority, on each axis."""
 
 _ROUNDING_STEPS = 1 << 12
-"""Distance after an edge, in roundings of the clock, in which the crossing is searched."""
 _FINEST_AT_S = 1.0
-"""Sky time in seconds before which a track's cells get no more exact, although the clock is finer near 0."""
+"""Sky time before which a track's cells get no more exact."""
 _MOST_EARLIER = 256
-"""Moves that ``moves_since`` lists individually: a quarter of an hour at ``time_scale`` 60, half a day at 1."""
+"""Moves that ``moves_since`` lists: half a day at ``time_scale`` 1."""
 _FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
-"""Span searched for earlier moves, in sky time: doubled from the first to the longest."""
 _PUSHES_AT_ONCE = 16
-"""Pushes accepted without a pause, then one per second: each may cause a handover of all chunks."""
+"""Pushes accepted before a rate of 1 per second: each may cause a handover of all chunks."""
 _REMEMBERED_TAGS = 65_536
 _REMEMBERED_MOVES = 4
 _LEAST_AGREEING = 2
 _REPORT_KEPT_S = 30.0
-"""Lifetime of a satellite's report, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveClock:
-    """Moves as a function of time. ``time_scale`` 0 stands still, 1 is real time, 60 is an hour per minute.
+    """Moves as a function of time. ``time_scale`` 0 stands still, 1 is real time.
 
-    The periods are real times between moves (260 s and 19.7 min on Starlink A), for a grid that is not above a
-    particular place. With a ``track``, the moves are those of its anchor instead.
+    The periods are real times between moves (260 s and 19.7 min on Starlink A); a ``track`` replaces them.
     """
 
     epoch_s: float = 0.0
@@ -85,7 +70,6 @@ class MoveClock:
     track: Track | None = None
 
     def sky_s(self, now_s: float) -> float:
-        """Return seconds since the epoch as the satellites fly: the time argument of the geometry."""
         return (now_s - self.epoch_s) * self.time_scale
 
     def moves(self, now_s: float) -> Moves:
@@ -99,9 +83,7 @@ class MoveClock:
         )
 
     def next_move_s(self, now_s: float) -> float | None:
-        """Return a time at which the moves have just changed, never a rounding error too early; None if the clock
-        stands still.
-        """
+        """Return a time at which the moves have just changed, never too early by rounding."""
         if self.time_scale <= 0:
             return None
         moves, time_s = self.moves(now_s), now_s
@@ -117,7 +99,7 @@ class MoveClock:
         return None
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
-        """Return up to ``most`` earlier counts of moves, latest first; some appear twice if a track turns back."""
+        """Return up to ``most`` earlier counts, latest first; some repeat if a track turns back."""
         if self.time_scale <= 0 or most <= 0:
             return []
         moves, span_s = self.moves(now_s), _FIRST_SPAN_S / self.time_scale
@@ -134,10 +116,9 @@ class MoveClock:
         return list(counts)[1:]
 
     def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
-        """Return counts of moves that cover every satellite that may still hold a chunk set at ``set_moves``.
+        """Return counts, latest first, that cover every satellite that may hold a chunk set at ``set_moves``.
 
-        These are the counts since then, latest first. If they are too many, or unknown after a push, every place that
-        the chunk can ever have is covered.
+        If unknown (after a push) or too many, they cover every place that the chunk can ever have.
         """
         known = [self.moves(now_s), *self.moves_before(now_s, _MOST_EARLIER)]
         if set_moves not in known or any(self.pushed):
@@ -147,7 +128,6 @@ class MoveClock:
         return list(dict.fromkeys(known))
 
     def _next_edge_s(self, now_s: float) -> float:
-        """Return the time of the next edge of the cell, to a rounding error; a track may turn back there."""
         elapsed_s = self.sky_s(now_s)
         if self.track is not None:
             next_s = self.track.next_crossing_s(elapsed_s)
@@ -163,13 +143,11 @@ class MoveClock:
 
 
 def displaced(strategy: int, displacement: int) -> int:
-    """Return the code of a strategy whose box is displaced by ``DISPLACEMENTS[displacement]``."""
     return strategy & ((1 << _DISPLACEMENT_BITS) - 1) | displacement << _DISPLACEMENT_BITS
 
 
 def placement_name(code: int) -> str:
-    """Return the name of a code, such as ``rotation_hop``, or ``rotation_hop+2`` if displaced by two planes to the
-    south.
+    """Return a code's name, ``rotation_hop+2`` if displaced by two planes to the south.
 
     Raises:
         KeyError: no such code.
@@ -179,7 +157,7 @@ def placement_name(code: int) -> str:
 
 
 def placement_code(name: str) -> int:
-    """Return the code of a name: the inverse of ``placement_name``.
+    """Invert ``placement_name``.
 
     Raises:
         KeyError, ValueError: no such name.
@@ -190,11 +168,6 @@ def placement_code(name: str) -> int:
 
 
 def _displacement_of(code: int) -> int:
-    """Return the code's index into ``DISPLACEMENTS``.
-
-    Raises:
-        KeyError: no such code.
-    """
     displacement = code >> _DISPLACEMENT_BITS
     if not 0 <= displacement < len(DISPLACEMENTS):
         raise KeyError(code)
@@ -202,11 +175,7 @@ def _displacement_of(code: int) -> int:
 
 
 class SkyMap:
-    """Cached mapping of the servers of every placement to satellites.
-
-    ``centre`` is the box's centre at zero moves. The one-way link delays are used by the ``cost`` strategy. ``sight``
-    computes which satellites a host sees; None without orbits and masks.
-    """
+    """Cached mapping of placements to satellites; the link delays are for ``cost``."""
 
     def __init__(
         self,
@@ -224,7 +193,7 @@ class SkyMap:
         self._located: dict[tuple[int, int, Moves, Moves, int], tuple[SatelliteId, ...]] = {}
 
     def placement(self, strategy: int, servers: int) -> Placement:
-        """Return the placement of a strategy code, whose upper bits displace the box.
+        """Return the placement of a strategy code.
 
         Raises:
             InvalidInput: an unknown code, or more servers than satellites.
@@ -245,7 +214,6 @@ class SkyMap:
     def servers_at(
         self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves, replica: int = 0
     ) -> tuple[SatelliteId, ...]:
-        """Return the satellite of each server, at ``now_moves``, of a value set at ``set_moves``."""
         key = (strategy, servers, set_moves, now_moves, replica)
         satellites = self._located.get(key)
         if satellites is None:
@@ -263,9 +231,7 @@ class SkyMap:
     def displacement_around(
         self, strategy: int, servers: int, moves: Moves, chunks: int, replicas: int, dead: Container[SatelliteId]
     ) -> int:
-        """Return the code of the smallest displacement that leaves each chunk a live copy; ``strategy`` itself if none
-        does.
-        """
+        """Return the code of the smallest displacement that leaves each chunk a live copy; otherwise ``strategy``."""
         for displacement in range(len(DISPLACEMENTS)):
             code = displaced(strategy, displacement)
             copies = [self.servers_at(code, servers, moves, moves, replica) for replica in range(replicas)]
@@ -274,7 +240,7 @@ class SkyMap:
         return strategy
 
     def displaced_boxes(self, strategy: int, servers: int, moves: Moves) -> list[SatelliteId]:
-        """Return the satellites of the box and of the boxes displaced by at most its height."""
+        """Return the satellites of the box and of boxes displaced by at most its height."""
         height = self.placement(strategy, servers).box.height
         codes = [displaced(strategy, at) for at, planes in enumerate(DISPLACEMENTS) if abs(planes) <= height]
         boxes = (self.placement(code, servers).box_satellites(moves) for code in codes)
@@ -289,9 +255,7 @@ class SkyMap:
 
 
 class Locator:
-    """Moves as counted by one satellite, and the satellite to which each placement tag belongs, cached until the box
-    moves.
-    """
+    """Count of moves at a satellite, and the satellite of each placement tag."""
 
     def __init__(self, here: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
         self._here = here
@@ -299,7 +263,7 @@ class Locator:
         self._clock = clock
         self._homes: dict[bytes, SatelliteId] = {}
         self.settled: set[bytes] = set()
-        """Packed tags of chunks known to belong here now."""
+        """Packed tags of chunks known to belong here."""
         self.moves: Moves = clock.moves(now_s)
         self.before: Moves = self.moves
         self.next_move_s = clock.next_move_s(now_s)
@@ -310,10 +274,6 @@ class Locator:
         return self._clock.pushed
 
     def may_push_to(self, pushed: Moves, now_s: float, most: int = MOST_PUSHED_AT_ONCE) -> bool:
-        """Return True if a push is acceptable: not too far in total, at most ``most`` at once, not too often.
-
-        A push without effect is always allowed.
-        """
         if pushed == self.pushed:
             return True
         steps = (abs(new - old) for new, old in zip(pushed, self.pushed, strict=True))
@@ -323,13 +283,10 @@ class Locator:
         return True
 
     def push_to(self, pushed: Moves) -> None:
-        """Set the moves added to the clock (absolute, so a repeat changes nothing), effective from the next
-        ``follow``.
-        """
+        """Set the total pushed moves (idempotent), effective from the next ``follow``."""
         self._clock = self._clock.push(pushed[0] - self.pushed[0], pushed[1] - self.pushed[1])
 
     def follow(self, now_s: float) -> bool:
-        """Update the moves. Return True if they changed."""
         self.next_move_s = self._clock.next_move_s(now_s)
         moves = self._clock.moves(now_s)
         if moves == self.moves:
@@ -342,11 +299,7 @@ class Locator:
         return math.inf if self.next_move_s is None else self.next_move_s
 
     def interval_s(self, now_s: float) -> float:
-        """Return the time until the box moves again, averaged over the next two moves.
-
-        A slot move and a plane move may follow each other at once; the second plan then redirects what the first has
-        not sent.
-        """
+        """Return the time until the next move, averaged over two: slot and plane moves may coincide."""
         if self.next_move_s is None:
             return math.inf
         following_s = self._clock.next_move_s(self.next_move_s)
@@ -356,16 +309,14 @@ class Locator:
         return self._clock.moves_since(set_moves, placement, now_s)
 
     def is_past(self, moves: Moves) -> bool:
-        """Return True if a sender with these moves is behind this satellite; if the box goes back, a sender ahead seems
-        behind.
-        """
+        """Return True if a sender is behind this satellite."""
         return sum(moves) < sum(self.moves)
 
     def home(self, ref: bytes) -> SatelliteId:
-        """Return the satellite to which the chunk with this packed reference belongs now.
+        """Return the satellite to which a chunk belongs now.
 
         Raises:
-            InvalidInput: its placement is impossible (unknown strategy, more servers than satellites).
+            InvalidInput: unknown strategy, or more servers than satellites.
         """
         return self.home_of_tag(ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES])
 
@@ -390,12 +341,11 @@ class Locator:
 
 
 class FollowedClock:
-    """Count of moves of a ground host: its own clock, corrected by what most satellites report.
+    """A ground host's count of moves: its own clock, corrected by a majority of the satellites heard last.
 
-    An operator's push makes the own clock wrong. No single satellite is believed, since its clock may be the wrong one:
-    its report only adds a place where a chunk may be. The count is corrected when a majority of the satellites heard
-    last agree. A clock that is off by less than a move (260 s on Starlink A) is off by one step, and readers look one
-    step around anyway. A satellite further from the majority counts as ``clocks_beyond_bound``.
+    An operator's push makes the own clock wrong. A single satellite may be wrong, too: its report only adds a place to
+    look. A clock off by less than a move is off by a single step, where readers look anyway; further satellites count
+    as ``clocks_beyond_bound``.
     """
 
     def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
@@ -404,13 +354,10 @@ class FollowedClock:
         self._counters = counters if counters is not None else Counters()
         self._latest: Moves | None = None
         self._same_from_s = self._same_until_s = math.inf
-        """Interval during which the latest moves certainly hold."""
         self._since: dict[tuple[Moves, str, int], list[Moves]] = {}
         self._since_at: tuple[MoveClock, Moves] | None = None
-        """Cached results of ``everywhere``, and the clock and moves for which they hold."""
         self._before: deque[Moves] = deque(maxlen=_REMEMBERED_MOVES)
         self._reports: dict[SatelliteId, tuple[Moves, float]] = {}
-        """Difference from the own clock, and time of the report, of the satellites heard last."""
 
     def moves(self, now_s: float) -> Moves:
         if self._latest is not None and self._same_from_s <= now_s < self._same_until_s:
@@ -429,10 +376,8 @@ class FollowedClock:
         return moves
 
     def to_read_at(self, set_moves: Moves, now_s: float) -> Moves:
-        """Return the moves at which to look first for a value set at ``set_moves``.
-
-        These are the moves of ``HANDED_OVER_S`` ago, whose handovers are certainly complete, but none from before the
-        value was set.
+        """Return the moves at which to look first: those of ``HANDED_OVER_S`` ago, whose handovers are complete, but
+        none from before the SET.
         """
         moves, looked_at_s = self.moves(now_s), now_s - HANDED_OVER_S
         if looked_at_s >= self._same_from_s:
@@ -448,7 +393,6 @@ class FollowedClock:
         return before
 
     def at(self, time_s: float) -> Moves:
-        """Return the moves at another time, as far as known now."""
         return self._clock.moves(time_s)
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
@@ -458,7 +402,7 @@ class FollowedClock:
         return self._clock.sky_s(now_s)
 
     def report(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
-        """Record a satellite's count in an answer. A count that was right a round trip ago is not wrong."""
+        """Record a count in an answer: right if it was right a round trip ago."""
         ours = self.moves(now_s)
         if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
             added = self._added
@@ -481,7 +425,6 @@ class FollowedClock:
         return now[0] - base[0], now[1] - base[1]
 
     def _reconsider(self, now_s: float) -> None:
-        """Follow the majority of the satellites heard last."""
         reports = [added for added, reported_s in self._reports.values() if reported_s >= now_s - _REPORT_KEPT_S]
         added, count = Tally(reports).most_common(1)[0]
         if added != self._added and count >= _LEAST_AGREEING and 2 * count > len(reports):
@@ -491,20 +434,14 @@ class FollowedClock:
             self.moves(now_s)
 
     def nearby(self, now_s: float) -> list[Moves]:
-        """Return counts of moves at which a chunk may have been left or may already be expected.
-
-        These are the present count, recent counts, reported counts that are not followed (yet), and the counts one step
-        back and ahead on each axis.
-        """
+        """Return counts at which a chunk may have been left or be expected already."""
         r, p = self.moves(now_s)
         base = self._base.moves(now_s)
         reported = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._reports.values())]
         return list(dict.fromkeys([(r, p), *self._before, *reported, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))
 
     def everywhere(self, now_s: float, set_moves: Moves, placement: Placement) -> list[Moves]:
-        """Return ``nearby`` and all counts since ``set_moves``: together, they cover every satellite that may still
-        hold a chunk.
-        """
+        """Return counts that cover every satellite that may hold a chunk set at ``set_moves``."""
         value = set_moves, placement.strategy, placement.servers
         if self._since_at != (self._clock, self.moves(now_s)):
             self._since, self._since_at = {}, (self._clock, self.moves(now_s))

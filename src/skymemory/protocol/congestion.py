@@ -1,5 +1,5 @@
-"""Congestion control: round trips and timeouts (``RoundTrip``), windows (``Window``), the share of a receive buffer
-that each sender is offered (``Credit``), rate limits (``Throttle``).
+"""Congestion control: timeouts (``RoundTrip``), windows, shares of a receive buffer (``Credit``), rate limits
+(``Throttle``).
 """
 
 from __future__ import annotations
@@ -7,35 +7,31 @@ from __future__ import annotations
 import math
 
 RTO_FLOOR_S = 0.020
-"""Minimum margin of the timeout over the round trip. A shorter margin mistakes a busy host's scheduling for loss (3 ms:
-555 spurious retransmissions of 480 requests).
+"""Minimum margin over the round trip: 3 ms mistook scheduling for loss (555 spurious retransmissions of 480
+requests).
 """
 RTO_CEILING_S = 2.0
 SENDERS_PERIOD_S = 0.5
 SHORT_HOLD_S = 0.02
 LONG_HOLD_S = 1.0
 _AT_ONCE = 64
-"""Runs without a long pause: a dying plane causes some forty declarations within two seconds."""
+"""Runs without a long pause: a dying plane causes forty declarations in two seconds."""
 
 
 class RoundTrip:
-    """Smoothed round trip to one satellite (RFC 6298), from timestamps that answers echo.
-
-    ``expected_s`` is computed from the geometry and used until a round trip is measured.
-    """
+    """Smoothed round trip (RFC 6298), ``expected_s`` by geometry until measured."""
 
     def __init__(self, expected_s: float = 0.0) -> None:
         self._expected_s = expected_s
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measurements: those of an overload do not apply later."""
         self.smoothed_s = self.latest_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
         self._measured = False
 
     def rerouted(self) -> None:
-        """Assume the longest round trip so far until the new route is measured."""
+        """Assume the longest round trip until the new route is measured."""
         self.smoothed_s = self._longest_s
         self._measured = False
 
@@ -51,25 +47,23 @@ class RoundTrip:
         self.smoothed_s += (round_trip_s - self.smoothed_s) / 8
 
     def timeout_s(self) -> float:
-        """Return the retransmission timeout: ``SRTT + 4·VAR``, at least 20 ms above SRTT; generous before the first
-        measurement.
-        """
+        """Return ``SRTT + 4·VAR``, at least 20 ms above SRTT."""
         if not self._measured:
             return 2 * self.smoothed_s + 2.5 * RTO_FLOOR_S
         return min(max(self.smoothed_s + 4 * self._deviation_s, self.smoothed_s + RTO_FLOOR_S), RTO_CEILING_S)
 
 
 class Window:
-    """Bytes that may be in flight: starts at the limit, halves on loss (once per round trip), grows with answers."""
+    """Bytes that may be in flight: halved on loss (once per round trip), growing with answers."""
 
     def __init__(
         self, limit_bytes: int, floor_bytes: int, rate_bytes_s: float = math.inf, most_bytes: int | None = None
     ) -> None:
-        """Create a window for a link of ``rate_bytes_s`` that holds ``most_bytes``, whatever receivers offer."""
+        """Create a window for a link that holds ``most_bytes``."""
         self.rate_bytes_s = rate_bytes_s
         self._most_bytes = most_bytes
         self.passed_bytes = 0
-        """Bytes answered or given up so far: the link's own clock."""
+        """Bytes answered or given up: the link's own clock."""
         self.moved_s = -math.inf
         self.limit_bytes = limit_bytes
         self._floor_bytes = min(floor_bytes, limit_bytes)
@@ -91,7 +85,7 @@ class Window:
         return self.size_bytes - self.in_flight_bytes
 
     def admits(self, size_bytes: int) -> bool:
-        """Return True if a request fits; with nothing in flight, any request does."""
+        """Return True if a request fits; with nothing in flight, any does."""
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= self.size_bytes
 
     def sent(self, size_bytes: int) -> None:
@@ -114,28 +108,23 @@ class Window:
             self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
 
     def not_lost(self) -> None:
-        """Undo the cut of the last ``lost``: the answer was only late."""
+        """Undo the last cut: the answer was only late."""
         self.size_bytes = max(self.size_bytes, min(self._uncut_bytes, self.limit_bytes))
 
 
 QUEUE_S = 0.02
-"""Queueing time at the slowest link of a path, in addition to two round trips: it keeps the link busy while a request
-for the next burst is under way.
-"""
+"""Queueing time at a path's slowest link beyond two round trips."""
 
 
 _LEAST_QUEUE_BYTES = 24 * 1024
-"""Minimum queue on any link, however slow: the next packets are ready when the previous packet has left."""
+"""Minimum queue on any link, so that it never idles."""
 
 
 def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
-    """Return the most bytes in flight over links of this rate: they fill the links, and no buffer overflows."""
     return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S) + _LEAST_QUEUE_BYTES, buffer_bytes))
 
 
 class Credit:
-    """Division of a receive buffer among the recent senders: each of them fills its window."""
-
     def __init__(self, buffer_bytes: int, least_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._least_bytes = min(least_bytes, buffer_bytes)
@@ -157,20 +146,17 @@ class Credit:
 
 
 class Throttle:
-    """Limit on how often others may trigger an action: prompt while rare, once per second under continuous load.
+    """Limit on how often others may trigger an action: prompt while rare, once per second under load.
 
-    Runs are at least ``short_hold_s`` apart, at most ``t / LONG_HOLD_S + at_once`` in any ``t`` seconds, as routers
-    damp route computation (SPF throttling, RFC 8405). The first failures are acted on without delay, even in pieces (a
-    plane's death is noticed satellite by satellite), and a storm costs a steady rate.
+    Runs are at least ``short_hold_s`` apart, at most ``t / LONG_HOLD_S + at_once`` in any ``t`` seconds (as SPF
+    throttling, RFC 8405).
     """
 
     def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:
         self._burst_s = (at_once - 1) * LONG_HOLD_S
         self._short_hold_s = short_hold_s
         self.open_s = 0.0
-        """Earliest time of the next run."""
         self._earned_s = -math.inf
-        """End of the long holds of all runs so far."""
 
     def is_open(self, now_s: float) -> bool:
         return now_s >= self.open_s

@@ -1,8 +1,4 @@
-"""Bodies of the messages, packed and parsed.
-
-Bulk packets (SET, MIGRATE, DATA) have a ``ChunkRef`` and a payload instead (``wire``). The bodies of NOTICE, CHECK and
-LINKS, which only satellites exchange, are in ``satellite.gossip``, ``satellite.checks`` and ``satellite.routing``.
-"""
+"""Bodies of the messages, packed and parsed."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from skymemory.protocol.wire import MAX_MOVES, VERSION, Buffer, Op, PlacementTag
 
 KEY_BYTES = 32
 MAX_KEYS_PER_PACKET = 180
-"""Most keys of a HAS, EVICT or LISTED: the packet is no larger than one chunk's packet of the default size."""
+"""Limit that keeps a packet no larger than a chunk's."""
 
 _KEYS = struct.Struct(">HH")
 _PRESENCE = struct.Struct(">IIIIIHHBBHii")
@@ -80,12 +76,12 @@ HOUSEKEEPING_FIELDS = (
     "link_isl_queued_bytes",
     "pools_full",
 )
-"""Fields of a PONG, in this order. New fields are appended, and a reader ignores fields that it does not know."""
+"""Fields of a PONG, in order. New fields are appended; readers ignore unknown fields."""
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
-    """Chunks of one key on a satellite: ``held`` chunks, the lowest with ``index`` and ``length_bytes``."""
+class ChunkPresence:
+    """Chunks of a key on a satellite: their number, and the lowest."""
 
     index: int
     chunks: int
@@ -102,7 +98,7 @@ class Presence:
         return _PRESENCE.pack(*value, *placement)
 
     @classmethod
-    def unpack(cls, record: Buffer) -> Presence | None:
+    def unpack(cls, record: Buffer) -> ChunkPresence | None:
         number, chunks, length, value_bytes, value_crc, *placement = _PRESENCE.unpack_from(record)
         servers, server, strategy, _, held_count, slot_moves, plane_moves = placement
         if number == 0:
@@ -117,7 +113,6 @@ _ABSENT = bytes(_PRESENCE.size)
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """Pack the body of HAS and EVICT."""
     if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
         raise InvalidInput(f"{len(keys)} keys in one packet: expected 1 to {MAX_KEYS_PER_PACKET}")
     return _KEYS.pack(len(keys), 0) + b"".join(keys)
@@ -132,20 +127,20 @@ def unpack_keys(body: Buffer) -> list[bytes]:
     return [bytes(body[at : at + KEY_BYTES]) for at in range(_KEYS.size, len(body), KEY_BYTES)]
 
 
-def pack_presences(presences: Iterable[Presence | None]) -> bytes:
-    """Pack the body of PRESENCE: a record per key, in the order of the HAS."""
+def pack_presences(presences: Iterable[ChunkPresence | None]) -> bytes:
+    """Pack records in the order of the HAS."""
     records = [_ABSENT if presence is None else presence.pack() for presence in presences]
     return _KEYS.pack(len(records), 0) + b"".join(records)
 
 
-def unpack_presences(body: Buffer) -> list[Presence | None]:
+def unpack_presences(body: Buffer) -> list[ChunkPresence | None]:
     count = _unpack_list_count(body, _PRESENCE.size)
     start = _KEYS.size
-    return [Presence.unpack(body[start + i * _PRESENCE.size :]) for i in range(count)]
+    return [ChunkPresence.unpack(body[start + i * _PRESENCE.size :]) for i in range(count)]
 
 
 def pack_list(after: bytes, limit: int) -> bytes:
-    """Pack the body of LIST: up to ``limit`` keys greater than ``after`` (32 zero bytes at the start)."""
+    """Pack a request for keys greater than ``after`` (at first, 32 zero bytes)."""
     return _LIST.pack(after, limit, 0)
 
 
@@ -156,16 +151,16 @@ def unpack_list(body: Buffer) -> tuple[bytes, int]:
     return after, min(limit, MAX_KEYS_PER_PACKET // 2)
 
 
-def pack_listed(entries: Sequence[tuple[bytes, Presence]]) -> bytes:
+def pack_listed(entries: Sequence[tuple[bytes, ChunkPresence]]) -> bytes:
     return _KEYS.pack(len(entries), 0) + b"".join(key + presence.pack() for key, presence in entries)
 
 
-def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
+def unpack_listed(body: Buffer) -> list[tuple[bytes, ChunkPresence]]:
     width = KEY_BYTES + _PRESENCE.size
     entries = []
     for i in range(_unpack_list_count(body, width)):
         at = _KEYS.size + i * width
-        presence = Presence.unpack(body[at + KEY_BYTES :])
+        presence = ChunkPresence.unpack(body[at + KEY_BYTES :])
         if presence is None:
             raise MalformedPacket("LISTED names a key that is not held")
         entries.append((bytes(body[at : at + KEY_BYTES]), presence))
@@ -173,7 +168,7 @@ def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
 
 
 def pack_moves(slot_moves: int, plane_moves: int) -> bytes:
-    """Pack the body of ADVANCE: total moves to add to the clock (absolute, so a repeat changes nothing)."""
+    """Pack total moves (absolute: idempotent)."""
     return _MOVES.pack(slot_moves, plane_moves)
 
 
@@ -187,7 +182,6 @@ def unpack_moves(body: Buffer) -> tuple[int, int]:
 
 
 def pack_count(count: int) -> bytes:
-    """Pack the body of EVICTED: the number of chunks freed."""
     return _COUNT.pack(count)
 
 
@@ -221,14 +215,13 @@ def _unpack_list_count(body: Buffer, width: int) -> int:
 # --- Selection: which chunks of a key; the body of GET, ACK, MISS and BUSY ---
 
 MAX_SELECTION_BITS = 1 << 16
-"""Limit of a selection's steps, which bounds a GET before anything is allocated."""
+"""Limit of steps, checked before anything is allocated."""
 
 _SELECTION = struct.Struct(">32sIII")
 _STEPS = struct.Struct(">III")
 
 
 def pack_steps(indices: range) -> bytes:
-    """Pack the part of a selection after the key, for exactly these indices: the same for every key."""
     count = len(indices)
     if not 1 <= count <= MAX_SELECTION_BITS:
         raise InvalidInput(f"a selection over {count} steps: expected 1 to {MAX_SELECTION_BITS}")
@@ -237,11 +230,8 @@ def pack_steps(indices: range) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Some chunks of one key: the indices ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte
+    """Some chunks of a key: the indices ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte
     0).
-
-    A server of ``S`` holds chunks ``server, server + S, …``, so a single selection names all that a satellite should
-    send.
     """
 
     key: bytes
@@ -252,10 +242,10 @@ class Selection:
 
     @classmethod
     def of(cls, key: bytes, indices: Sequence[int], stride: int = 1) -> Selection:
-        """Return the selection of exactly ``indices`` (0-based, ascending, congruent modulo ``stride``).
+        """Select exactly ``indices`` (0-based, ascending, congruent modulo ``stride``).
 
         Raises:
-            InvalidInput: no indices, not on one grid, or spread over more than ``MAX_SELECTION_BITS`` steps.
+            InvalidInput: no indices, not on a grid, or too far apart.
         """
         if not indices:
             raise InvalidInput("empty selection: expected at least one chunk")
@@ -275,9 +265,7 @@ class Selection:
 
     @classmethod
     def cover(cls, key: bytes, indices: Iterable[int]) -> list[Selection]:
-        """Return selections of exactly ``indices``, given in any order: a single selection unless they are very far
-        apart.
-        """
+        """Select exactly ``indices``, in any order: several selections only if very far apart."""
         ordered = list(indices)
         if 1 < len(ordered) <= MAX_SELECTION_BITS and ordered[0] < ordered[1]:
             step = ordered[1] - ordered[0]
@@ -338,7 +326,7 @@ def pack_verdicts(verdicts: Sequence[IntEnum]) -> bytes:
 
 
 def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
-    """Return a ``kind`` for each question.
+    """Read a ``kind`` per question.
 
     Raises:
         MalformedPacket: the body is not that of an ``op``.
@@ -355,14 +343,12 @@ def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
 
 SETTING_BYTES = 12
 Dead = tuple[bytes, bytes]
-"""Dead value: its key and its setting (CRC of the value and moves when it was SET). A value that is set again under the
-key survives.
-"""
+"""Key and setting (value's CRC and moves at the SET) of a dead value."""
 DEAD_BYTES = KEY_BYTES + SETTING_BYTES
 MAX_DEAD_PER_PACKET = 130
-"""Most dead values of a NOTICE or GONE: the packet is no larger than one chunk's packet of the default size."""
+"""Limit that keeps a packet no larger than a chunk's."""
 MOST_SINCE_S = 10.0
-"""Seconds for which a satellite remembers that a writer stored a key."""
+"""Seconds for which a satellite remembers a write."""
 _DEAD_COUNT = struct.Struct(">HH")
 _SETTING = struct.Struct(">Iii")
 
@@ -384,7 +370,7 @@ def unpack_dead(body: Buffer) -> list[Dead]:
 
 
 def pack_forget(dead: Sequence[Dead], since_s: float) -> bytes:
-    """Pack the body of FORGET: delete these, unless stored in the last ``since_s`` (at most 65 s, in whole ms)."""
+    """Pack values to delete unless stored in the last ``since_s`` (at most 65 s, in ms)."""
     since_ms = math.ceil(since_s * 1000)
     if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET or not 0 <= since_ms <= 0xFFFF:
         raise InvalidInput(
@@ -405,10 +391,10 @@ def join_dead(dead: Sequence[Dead]) -> bytes:
 
 
 def split_dead(body: Buffer, count: int) -> list[Dead]:
-    """Return the dead values of a body: the inverse of ``join_dead``.
+    """Read exactly ``count`` dead values.
 
     Raises:
-        MalformedPacket: the body does not hold ``count`` of them.
+        MalformedPacket: the body has another size.
     """
     if not 1 <= count <= MAX_DEAD_PER_PACKET or len(body) != count * DEAD_BYTES:
         raise MalformedPacket(f"{count} dead values in {len(body)} bytes")
@@ -421,40 +407,34 @@ def split_dead(body: Buffer, count: int) -> list[Dead]:
 # --- RETAIN: pins, leases, expiries ---
 
 WRITING_S = 3.0
-"""Seconds for which a key counts as being written after its writer's last SET or RETAIN with WRITING. Writers send such
-a RETAIN each half second: five in a row may be lost or equally late.
-"""
+"""Seconds for which a key counts as being written: five half-second RETAINs in a row may be lost."""
 _LATEST_S = 1e12
-"""Latest time of a RETAIN, some 30,000 years ahead; later times are reduced to it."""
 _RETAIN = struct.Struct(">HBBQ")
 
 
 class Retain(IntEnum):
-    """Action that a RETAIN requests for its keys, by its number on the wire."""
+    """Action requested by a RETAIN; frozen numbers."""
 
     TOUCH = 0
-    """Make the first key the most recently used of them, the last key the least. Not answered."""
+    """Rank the keys, most recently used first. Not answered."""
     PIN = 1
     """Do not evict until the time; a past time unpins."""
     EXPIRE = 2
-    """Delete at the time, pinned or not; 0 means never. A later SET also means never."""
+    """Delete at the time, pinned or not; 0, or a later SET, means never."""
     LEASE = 3
-    """Do not evict until the time, or until the sending ground host has read chunks of the key. Not answered."""
+    """Do not evict until the time, or until the sending host has read the key. Not answered."""
     WRITING = 4
-    """Record that the ground host is still storing chunks of the key, on any satellite. Not answered."""
+    """Record that the host still stores the key. Not answered."""
 
 
 class Kept(IntEnum):
-    """Outcome that RETAINED reports for a key."""
-
     ABSENT = 0
     DONE = 1
     REFUSED = 2
-    """The memory share for pins or the list of expiries is full."""
+    """The memory for pins or the list of expiries is full."""
 
 
 def pack_retain(what: Retain, until_s: float, keys: Sequence[bytes]) -> bytes:
-    """Pack the body of RETAIN; ``until_s`` is in seconds since the epoch."""
     if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
         raise InvalidInput(f"{len(keys)} keys in one RETAIN: expected 1 to {MAX_KEYS_PER_PACKET}")
     until_ms = round(until_s * 1000) if 0 <= until_s <= _LATEST_S else 0 if until_s < 0 else round(_LATEST_S * 1000)
@@ -486,20 +466,18 @@ def unpack_retained(body: Buffer) -> list[Kept]:
 # satellite could not do, and never mistakes an unsupported operation for a dead satellite.
 
 ASK_AGAIN_S = 60.0
-"""Seconds for which a client believes that a satellite lacks an operation: a later release may replace it."""
+"""Seconds for which a client believes that a satellite lacks an operation."""
 CODEC_IDS = (0, 8, 9, 10)
-"""Codec ids of this release (``kv.codec``, ``engine.quantizers``), for a client on the satellite's computer that reads
-their payloads. The satellite itself stores any bytes.
-"""
+"""Codecs of this release, for clients; satellites store any bytes."""
 
 _UNSUPPORTED = struct.Struct(">BBBxQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Protocol versions, operations and codecs, the latter two as bits by number.
+    """Protocol versions; operations and codecs, as bits by number.
 
-    If not ``stated``, they are those of the first releases of version 1, some of which may be missing.
+    If not ``stated``, some operations may be missing.
     """
 
     lowest_version: int
@@ -517,7 +495,6 @@ class Capabilities:
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, int]) -> Capabilities:
-        """Return those in a PONG; zero stands for a missing field."""
         versions = figures.get("protocol_versions", 0)
         if not 0 < versions <= 0xFFFF:
             return UNSTATED
@@ -525,12 +502,11 @@ class Capabilities:
         return cls(versions >> 8, versions & 0xFF, operations, codecs)
 
     def pack_unsupported(self, op: int) -> bytes:
-        """Pack the body of UNSUPPORTED: the requested operation's number, and these capabilities."""
         return _UNSUPPORTED.pack(op, self.lowest_version, self.highest_version, self.operations, self.codecs)
 
     @classmethod
     def unpack_unsupported(cls, body: Buffer) -> tuple[int, Capabilities]:
-        """Return the operation and the capabilities; fields that a later release appends are ignored."""
+        """Return the operation and the capabilities; later releases may append fields."""
         if len(body) < _UNSUPPORTED.size:
             raise MalformedPacket(f"UNSUPPORTED of {len(body)} bytes: expected {_UNSUPPORTED.size}")
         op, *stated = _UNSUPPORTED.unpack_from(body)

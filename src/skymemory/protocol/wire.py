@@ -1,12 +1,8 @@
-"""Packets of protocol version 1: the frozen numbers, offsets and headers; whole control packets; batches.
+"""Packets of protocol version 1; ``docs/reference/wire.md`` describes this file.
 
-``docs/reference/wire.md`` is the readable form of this file; golden vectors in ``tests/vectors`` hold both to it. The
-bodies are in ``messages``. Integers are big-endian. Ids on the wire are 1-based; everywhere else they are 0-based.
-
-A packet is ``Space Packet header (8 command | 16 telemetry) | SKY header 44 | body | payload``. The SKY header's CRC-32
-covers every byte from the start of the packet to the end of the body, except itself and the four bytes that forwarders
-change; these count as zero, so a forwarder never recomputes it. The chunk's own CRC-32, which is in the body, covers
-the payload, so a sender never rereads a stored payload.
+Integers are big-endian. Ids are 1-based on the wire, 0-based elsewhere. A packet is ``Space Packet header (8 command |
+16 telemetry) | SKY header 44 | body | payload``. The SKY header's CRC-32 ends with the body and counts itself and the
+four bytes that forwarders change as zero. The payload has its own CRC-32, in the body: no sender rereads it.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from skymemory.errors import InvalidInput, MalformedPacket
 
 Buffer = bytes | bytearray | memoryview
 LinkEnd = Hashable
-"""Other end of a link: the ``SatelliteId`` of a neighbour, or the transport's token for a ground host."""
+"""Neighbour's ``SatelliteId``, or the transport's token for a ground host."""
 
 # --- Space Packets: CCSDS 133.0-B-2 primary header, and the two secondary headers of NASA's core Flight System (cFS)
 # ---
@@ -35,7 +31,6 @@ LinkEnd = Hashable
 
 PRIMARY_BYTES = 6
 COMMAND_BIT = 0x10
-"""Bit in the first byte of a command."""
 COMMAND_BYTES = 8
 TELEMETRY_BYTES = 16
 IDLE_APID = 0x7FF
@@ -44,7 +39,7 @@ SKY_APID = 0x0C0
 SEQUENCE_COUNT_MODULUS = 1 << 14
 UNSEGMENTED = 3
 MAX_PACKET_BYTES = 65_507
-"""Size limit of a packet, which is one UDP datagram; a Space Packet could have 65,542 bytes."""
+"""Limit of a packet, which is a UDP datagram."""
 
 _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
@@ -55,8 +50,6 @@ _HALF_WRAP_S = float(1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class PacketHeader:
-    """Primary and secondary header. ``total_bytes`` counts the whole packet."""
-
     telemetry: bool
     apid: int
     sequence_count: int
@@ -71,33 +64,31 @@ class PacketHeader:
 
 
 def pack_command(function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
-    """Return the first 8 bytes of a command packet."""
     return _COMMAND.pack(*command_fields(function_code, sequence_count, total_bytes, apid))
 
 
 def command_fields(
     function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID
 ) -> tuple[int, int, int, int, int]:
-    """Return the fields of ``pack_command``, for callers that pack more at once (``COMMAND_FORMAT``)."""
     _check(apid, total_bytes, COMMAND_BYTES)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
     return 0x1800 | apid, count, total_bytes - PRIMARY_BYTES - 1, function_code, 0
 
 
 def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
-    """Return the first 16 bytes of a telemetry packet; the time is in seconds since the mission epoch."""
+    """Pack the first 16 bytes; ``time_s`` counts from the mission epoch."""
     _check(apid, total_bytes, TELEMETRY_BYTES)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
     return _TELEMETRY.pack(0x0800 | apid, count, total_bytes - PRIMARY_BYTES - 1, *telemetry_time(time_s), 0)
 
 
 def microseconds(time_s: float) -> int:
-    """Return a time in whole microseconds, from which all implementations compute packet fields alike."""
+    """Round as all implementations round."""
     return round(time_s * 1e6)
 
 
 def telemetry_time(time_s: float) -> tuple[int, int]:
-    """Return the time of a telemetry header: seconds, and a fraction in units of 1/65,536 s."""
+    """Return seconds, and a fraction in units of 1/65,536 s."""
     seconds, rest_us = divmod(microseconds(time_s), 1_000_000)
     return seconds & 0xFFFFFFFF, (rest_us << 16) // 1_000_000
 
@@ -106,8 +97,8 @@ def parse_header(data: Buffer) -> PacketHeader:
     """Read the headers of a packet.
 
     Raises:
-        MalformedPacket: too short, another version, no secondary header, idle packet, segmented, or a length field that
-            disagrees with the actual size (a truncated or padded datagram).
+        MalformedPacket: too short, another version, no secondary header, idle, segmented, or another
+            length than stated.
     """
     size = len(data)
     if size < COMMAND_BYTES:
@@ -142,7 +133,7 @@ def _check(apid: int, total_bytes: int, least: int) -> None:
 
 
 def made_at_s(telemetry: memoryview, now_s: float) -> float:
-    """Return the time of a telemetry packet by its sender's clock, in full: seconds on the wire wrap at 2^32."""
+    """Return a packet's time; seconds on the wire wrap at 2^32."""
     _, _, _, seconds, fraction, _ = _TELEMETRY.unpack_from(telemetry)
     since_s = (seconds + fraction / 65536 - now_s + _HALF_WRAP_S) % (2 * _HALF_WRAP_S) - _HALF_WRAP_S
     return now_s + float(since_s)
@@ -155,7 +146,7 @@ VERSION = 1
 SKY = struct.Struct(">BBBBIIIIBBHIiiHHI")
 SKY_BYTES = SKY.size
 MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
-"""Part of the SKY header that forwarders change (hop limit, hop count, congestion marks); zero in the CRC."""
+"""Bytes that forwarders change; zero in the CRC."""
 HOP_LIMIT = 64
 CRC_OFFSET = 40
 CREDIT_UNIT_BYTES = 4096
@@ -165,21 +156,21 @@ CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
 TAG_OFFSET, TAG_BYTES = 56, 16
 REPLICA_OFFSET = 61
-"""Offset of the placement tag, and of the replica in it, within the chunk reference."""
+"""Offset in the chunk reference."""
 
 COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
 TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
 MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
-"""Largest chunk: a datagram carries one chunk (65,375 bytes)."""
+"""Largest chunk: 65,375 bytes fill a datagram."""
 
 _SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
-"""Limit of moves in either direction: the sum of two counts fits the wire's 32 bits."""
+"""Limit in either direction: the sum of two counts fits 32 bits."""
 _FIRST_ANSWER = 0x40
 
 
 class Op(IntEnum):
-    """Operations: requests (commands) below 0x40, answers (telemetry) from there on."""
+    """Operations: requests below 0x40, answers from there on."""
 
     SET = 0x01
     GET = 0x02
@@ -215,13 +206,13 @@ class Op(IntEnum):
 
 
 class UnknownOperation(MalformedPacket):
-    """Command whose operation this release does not know: a later release may have sent it."""
+    """Command that this release does not know."""
 
 
 class Status(IntEnum):
     OK = 0
     FULL = 1
-    """The satellite's memory cannot take the chunk even after evicting all it may."""
+    """The memory cannot take the chunk even after evicting all it may."""
     HOP_LIMIT = 2
     NO_ROUTE = 3
     REFUSED = 4
@@ -231,18 +222,16 @@ _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
-"""Flag of MISS and CHECKED: nothing of the key is being handed over to or written on this satellite, and this header's
-count of moves is up to date. Without it, a chunk may still be on its way to or from this satellite.
+"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here, and the header's moves are up to
+date. Otherwise, a chunk may be under way.
 """
 
 GROUND_SHELL = 0xFF
-"""Shell of ground hosts' addresses; plane and slot then name the gateway."""
+"""Shell of ground hosts' addresses; plane and slot name the gateway."""
 
 
 class Address(NamedTuple):
-    """Address of a satellite (``shell`` 0), or of a ground host behind the gateway ``(plane, slot)`` (``shell``
-    0xFF).
-    """
+    """Address of a satellite, or of a ground host at the gateway ``(plane, slot)``."""
 
     plane: int
     slot: int
@@ -260,10 +249,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """Server of a chunk and the moves when it was set: all that is needed to compute where the chunk belongs now.
-
-    ``strategy`` is a number of ``STRATEGY_CODES``; ``server`` is 0-based; moves are counted from the epoch.
-    """
+    """Server of a chunk, and the moves when it was set, which determine its place."""
 
     strategy: int
     servers: int
@@ -275,10 +261,7 @@ class PlacementTag:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """Identity of one chunk of one value: chunks that two writers store under the same key never mix.
-
-    ``index`` is 0-based; ``value_crc`` is the CRC-32 of the whole value.
-    """
+    """Identity of a chunk; ``value_crc`` separates values of two writers under the same key."""
 
     key: bytes
     index: int
@@ -324,10 +307,7 @@ class ChunkRef:
 
 
 class SkyHeader(NamedTuple):
-    """Mission header: ``credit`` counts ``CREDIT_UNIT_BYTES``, and the answer echoes ``timestamp_us``.
-
-    A tuple, like ``Address``: it takes a third of a dataclass's time, for every control packet.
-    """
+    """Mission header. ``credit`` counts ``CREDIT_UNIT_BYTES``. A tuple takes a third of a dataclass's time."""
 
     op: Op
     destination: Address
@@ -371,8 +351,8 @@ class SkyHeader(NamedTuple):
         """Read a header.
 
         Raises:
-            MalformedPacket: another version, an unknown operation or status, or too few bytes.
-            UnknownOperation: a subclass, for an unknown command.
+            MalformedPacket: another version, unknown status or answer, or too few bytes.
+            UnknownOperation: an unknown command.
         """
         if len(data) < offset + SKY_BYTES:
             raise MalformedPacket(f"{len(data)} bytes: too short for a SKY header at {offset}")
@@ -424,7 +404,7 @@ class SkyHeader(NamedTuple):
 
 
 def since_s(echo_us: int, now_s: float) -> float | None:
-    """Return the time since the request whose timestamp is echoed; None if implausible."""
+    """Return the time since the echoed timestamp, if plausible."""
     elapsed_us = (microseconds(now_s) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
 
@@ -444,7 +424,6 @@ def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: flo
 
 
 def sealed(packet: bytes, sky_offset: int) -> bytes:
-    """Return the packet with its checksum; ``sky_offset`` is the start of the SKY header."""
     writable = bytearray(packet)
     native.seal_headers(writable, len(writable), sky_offset)
     return bytes(writable)
@@ -472,7 +451,7 @@ def parse_packet(data: Buffer) -> Packet:
 
 
 def bulk_prefix(header: SkyHeader, now_s: float) -> bytes:
-    """Return the headers of a bulk packet up to the body; ``native.bulk_headers`` completes and seals them."""
+    """Return headers for ``native.bulk_headers`` to complete and seal."""
     return _prefix(header, 1, 0, now_s)
 
 
@@ -485,7 +464,6 @@ def _prefix(header: SkyHeader, body_bytes: int, sequence_count: int, now_s: floa
 
 
 def header_start(view: memoryview) -> int:
-    """Return the offset of the SKY header, from the packet's first byte."""
     return COMMAND_BYTES if len(view) and view[0] & COMMAND_BIT else TELEMETRY_BYTES
 
 
@@ -501,8 +479,6 @@ def destination_of(packet: Buffer) -> Address:
 
 
 class Slices(Sequence[memoryview]):
-    """Chunks ``indices`` of a value as payloads, sliced only when accessed."""
-
     __slots__ = ("chunk_bytes", "indices", "value")
 
     def __init__(self, value: memoryview, chunk_bytes: int, indices: range) -> None:
@@ -526,9 +502,9 @@ class Slices(Sequence[memoryview]):
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Batch of ``n`` packets: packet ``i`` is ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
+    """Batch of packets ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
 
-    With ``payloads`` None, ``headers`` is a run of whole packets of ``header_bytes`` each; the last may be shorter.
+    With ``payloads`` None, ``headers`` is a run of whole packets.
     """
 
     headers: bytes | bytearray
@@ -562,15 +538,12 @@ def single(packet: bytes) -> SegmentBatch:
 def bulk_batch(
     header: SkyHeader, refs: bytes | np.ndarray, payloads: Sequence[Buffer], sequence_count: int, now_s: float
 ) -> SegmentBatch:
-    """Return a sealed SET, MIGRATE or DATA packet for each packed reference and its payload.
-
-    Sequence counts start at ``sequence_count``.
-    """
+    """Return a sealed packet for each packed reference and payload."""
     bodies = refs if isinstance(refs, bytes) else refs.tobytes()
     return prefixed_batch(bulk_prefix(header, now_s), bodies, payloads, sequence_count)
 
 
 def prefixed_batch(prefix: bytes, refs: Buffer, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
-    """Return ``bulk_batch`` for headers already packed up to the end of the SKY header."""
+    """Build ``bulk_batch`` from packed headers."""
     headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

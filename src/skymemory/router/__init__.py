@@ -1,1 +1,1 @@
-"""Front ends of the router (an OpenAI-compatible HTTP proxy, Envoy's endpoint picker) and its input from engines."""
+"""Front ends of the router (HTTP proxy, Envoy's endpoint picker) and its input from engines."""

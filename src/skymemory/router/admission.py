@@ -1,9 +1,8 @@
-"""Admission control: the rule that the settings name, and the 429 response of a refused request.
+"""Admission control: the rule of the settings, and the 429 response.
 
-If the same servers prefill and decode, a rule judges a request by the estimated time to its first token at the chosen
-server. The promised time between tokens cannot be estimated; it is only measured and counted. If prefill and decode are
-separate and a cost model is given, rules also consider the decode servers' current and forecast batches. Rules decide
-before the prefill only, so that no refusal wastes a prefill.
+A rule judges the estimated time to first token; the time between tokens is only measured. With separate decode servers
+and a cost model, their current and forecast batches count, too. All is decided before the prefill, so that no refusal
+wastes it.
 """
 
 from __future__ import annotations
@@ -21,21 +20,18 @@ from skymemory.router.prompts.reader import slo_of
 from skymemory.router.settings import Settings
 
 CODE = "overloaded"
-"""``code`` of the error body. It distinguishes this 429 from an exceeded quota."""
+"""``code`` of the error body; an exceeded quota has another."""
 
 DECISION_HEADER = "x-skymemory-decision"
-"""Request header that asks for the routing decision. The response has it as JSON in the same header."""
+"""Request header that asks for the routing decision; the response has it as JSON in the same header."""
 
 DECODE_RULES = ("baseline", "early", "predicted")
-"""Rules that refuse by the estimated time between tokens."""
 
 PROBE_S = 10.0
-"""Time without an admission after which the next request is admitted: only served requests teach speeds."""
+"""Time without an admission after which a request is admitted: only served requests teach speeds."""
 
 
 class Overloaded(ApiError):
-    """429: the admission rule or the queue refuses the request."""
-
     def __init__(self, refusal: Refusal) -> None:
         retry_after_s = max(1, math.ceil(min(refusal.retry_after_s, 3600.0)))
         message = f"overloaded: {refusal.reason}; try again later"
@@ -48,7 +44,7 @@ class Overloaded(ApiError):
 
 
 def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
-    """Return "kept", "late" (first token) or "slow" (the others) for a response of ``tokens`` (None: unknown)."""
+    """Return "kept", "late" (first token) or "slow" (other tokens)."""
     if ttft_s > slo.ttft_s:
         return "late"
     if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:
@@ -57,10 +53,10 @@ def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> s
 
 
 def rule_of(settings: Settings) -> Admission:
-    """Return the admission rule of the settings.
+    """Return the admission rule.
 
     Raises:
-        InvalidInput: an unknown rule or option, no promised time, or a strategy without estimates of the first token.
+        InvalidInput: an unknown rule or option, no promised time, or a strategy without estimates.
     """
     chosen = settings.admission
     if chosen.rule == "all" and not chosen.fair and not chosen.options:
@@ -92,5 +88,4 @@ def rule_of(settings: Settings) -> Admission:
 
 
 def without_probes(rule: Admission) -> Admission:
-    """Return the rule for requests that teach no speeds, so that they do not count as probes."""
     return rule.rule if isinstance(rule, Probing) else rule

@@ -10,15 +10,11 @@ import msgspec
 from skymemory.errors import SkyMemoryError
 
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
-"""OpenAI's ``code`` of statuses with a single meaning; null for all others."""
 OF_CLIENT = "invalid_request_error"
-"""Type of an error that the client caused, independent of the status."""
 _encode = msgspec.json.Encoder().encode
 
 
 class ApiError(SkyMemoryError):
-    """Response to a request that the router itself refuses."""
-
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
@@ -37,7 +33,6 @@ class ApiError(SkyMemoryError):
         self.code = code
         self.kind = kind
         self.retry_after_s = retry_after_s
-        """Value of ``Retry-After``; None omits the header."""
 
     def body(self) -> bytes:
         return error_body(self.status, self.message, self.param, self.code, self.kind)
@@ -48,8 +43,7 @@ def error_body(
 ) -> bytes:
     """Return ``{"error": {"message", "type", "param", "code"}}`` as JSON; ``kind`` is its ``type``.
 
-    Types are OpenAI's: ``requests`` or ``tokens`` for an exceeded limit (429), ``server_error`` from 500 on, else
-    ``invalid_request_error``. ``code`` is a word or null, because clients compare it with words.
+    ``code`` is a word or null: clients compare it with words.
     """
     error = {"message": message, "type": kind or kind_of(status), "param": param, "code": code or _CODES.get(status)}
     return _encode({"error": error})
@@ -62,5 +56,5 @@ def kind_of(status: int) -> str:
 
 
 def error_event(status: int, message: str) -> bytes:
-    """Return the error as a server-sent event, which OpenAI's clients raise in the middle of a stream."""
+    """Return a server-sent event, which OpenAI's clients raise in a stream."""
     return b"data: " + error_body(status, message) + b"\n\n"

@@ -1,6 +1,6 @@
 """API keys of the HTTP proxy, the tenants that own them, and the tenants' quotas.
 
-They are read from a TOML file::
+The file::
 
     [tenants.gold]                 # required for every tenant with a key, even if empty
     requests_per_minute = 600
@@ -9,17 +9,15 @@ They are read from a TOML file::
     priority = 2
     weight = 3.0
 
-    [[keys]]                       # one per client; `skymemory keys api FILE TENANT` adds one
+    [[keys]]                       # for each client; `skymemory keys api FILE TENANT` adds them
     tenant = "gold"
     sha256 = "…"                   # of the key; the key itself is stored nowhere
     note = "laptop of the evaluation team"
 
-Keys are 32 random bytes, so a plain hash protects them; slow hashes only help against guessing. The timing of the table
-lookup reveals nothing about other keys, since a sender cannot choose what a key hashes to.
+Keys are 32 random bytes, so a plain hash protects them, and lookup timing reveals nothing.
 
-Quotas are token buckets that hold one minute's worth and refill continuously. A request takes 1 from the bucket of
-requests and its estimated tokens from the bucket of tokens. When it ends, the latter is corrected and may become
-negative. A refused request takes nothing; its response has OpenAI's error text and headers, on which clients act.
+Quotas are token buckets of one minute's worth, refilled continuously. A request takes its estimated tokens; its end
+corrects them, even below zero. Refusals take nothing, and follow OpenAI's text and headers.
 """
 
 from __future__ import annotations
@@ -43,10 +41,9 @@ from skymemory.router.api_error import ApiError
 KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
 MOST_PRIORITY = 10
-"""Limit of priorities, positive and negative."""
 MINUTE_S = 60.0
 _ROUNDING = 1e-6
-"""Tolerance, so that a client that retries exactly at ``Retry-After`` is not refused for a rounding error."""
+"""Tolerance for retries exactly at ``Retry-After``."""
 _TABLES = ("tenants", "keys")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +52,7 @@ _HEADING = re.compile(r"\s*\[{1,2}\s*([^\]#]+?)\s*\]{1,2}\s*(#.*)?$")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Tenant and its quota. A limit of 0 means no limit."""
+    """Tenant and its quota; 0: no limit."""
 
     name: str = ""
     requests_per_minute: int = setting("requests_per_minute", whole_number, 0, "requests in a minute; 0: any number")
@@ -105,7 +102,7 @@ def read_api_keys(file: Path) -> KeyFile:
     """Read a file of keys.
 
     Raises:
-        InvalidInput: an unreadable or invalid file; the message has the line, and never a key.
+        InvalidInput: invalid; the message never has a key.
     """
     try:
         return api_keys_from(decode_text(read_bounded(file)))
@@ -116,10 +113,10 @@ def read_api_keys(file: Path) -> KeyFile:
 
 
 def api_keys_from(source: str) -> KeyFile:
-    """Parse the text of a file of keys.
+    """Parse a file of keys.
 
     Raises:
-        InvalidInput: invalid text; the message has the line, if it is known.
+        InvalidInput: invalid; the message has the line, if known.
     """
     table = parse_toml(source)
     for name in table:
@@ -153,10 +150,10 @@ def new_key(secret: bytes) -> str:
 
 
 def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
-    """Add a key to the text of a key file, and its tenant if it is new.
+    """Add a key, and its tenant if new.
 
     Raises:
-        InvalidInput: an invalid file, or an invalid name of a tenant.
+        InvalidInput: an invalid file or name.
     """
     known = api_keys_from(source).tenants
     added = "" if not source or source.endswith("\n") else "\n"
@@ -171,8 +168,6 @@ def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Token bucket that refills by ``limit`` per minute. ``level`` may be negative."""
-
     limit: int
     level: float
     at_s: float
@@ -192,7 +187,7 @@ class _Bucket:
 
 
 @dataclass(slots=True, eq=False)
-class _Account:
+class _TenantAccount:
     tenant: Tenant
     in_flight: int = 0
     requests: _Bucket | None = None
@@ -201,25 +196,21 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class QuotaLease:
-    """Share of a tenant's quota that a request holds."""
-
     tenant: Tenant
     headers: Mapping[str, str]
-    """``x-ratelimit-…`` headers of the response; empty without a quota."""
-    _account: _Account = field(repr=False)
+    """``x-ratelimit-…`` headers, if there is a quota."""
+    _account: _TenantAccount = field(repr=False)
     tokens: float = field(repr=False)
-    """Tokens charged so far: the estimate."""
     _held: bool = field(default=True, repr=False)
 
 
 class QuotaExceeded(ApiError):
-    """429 in OpenAI's format; ``kind`` is the exceeded limit, ``requests`` or ``tokens``."""
+    """429 in OpenAI's format; ``kind`` is ``requests`` or ``tokens``."""
 
     def __init__(self, message: str, kind: str, tenant: Tenant, headers: Mapping[str, str]) -> None:
         super().__init__(429, message, code="rate_limit_exceeded", kind=kind)
         self.tenant = tenant
         self.headers = headers
-        """``Retry-After`` and ``retry-after-ms``, or ``x-should-retry: false``; and ``x-ratelimit-…``."""
 
 
 class NoKey(ApiError):
@@ -227,11 +218,11 @@ class NoKey(ApiError):
 
 
 class ApiKeys:
-    """Valid keys, and the use of each tenant's quota. Not thread-safe; ``now_s`` must never decrease."""
+    """Valid keys, and use of quotas. Not thread-safe; ``now_s`` must never decrease."""
 
     def __init__(self, file: KeyFile) -> None:
         self._file = file
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _TenantAccount] = {}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -248,10 +239,10 @@ class ApiKeys:
         self._accounts = accounts
 
     def tenant_of(self, authorization: str | None) -> Tenant:
-        """Return the tenant of the key in an ``Authorization`` header.
+        """Return the tenant of an ``Authorization`` header.
 
         Raises:
-            NoKey: the key is missing or unknown.
+            NoKey: missing or unknown.
         """
         scheme, _, key = (authorization or "").strip().partition(" ")
         key = key.strip()
@@ -264,7 +255,7 @@ class ApiKeys:
         return tenant
 
     def acquire(self, tenant: Tenant, tokens: float, now_s: float) -> QuotaLease:
-        """Charge a request to its tenant's quota. ``tokens`` is the estimate for prompt and response.
+        """Charge a request. ``tokens`` is the estimate.
 
         Raises:
             QuotaExceeded: nothing was charged.
@@ -287,7 +278,7 @@ class ApiKeys:
         return QuotaLease(tenant, _quota_headers(account, now_s), account, tokens)
 
     def release(self, lease: QuotaLease, tokens: float | None, now_s: float) -> None:
-        """End a request that took ``tokens`` (None: unknown, the estimate stands). Idempotent."""
+        """End a request of ``tokens`` (None: the estimate). Idempotent."""
         if not lease._held:
             return
         lease._held = False
@@ -297,17 +288,19 @@ class ApiKeys:
             level = account.tokens.filled(now_s) + lease.tokens - tokens
             account.tokens.level = min(float(account.tokens.limit), level)
 
-    def _account(self, tenant: Tenant, now_s: float) -> _Account:
+    def _account(self, tenant: Tenant, now_s: float) -> _TenantAccount:
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = _Account(
+            account = self._accounts[tenant.name] = _TenantAccount(
                 tenant,
                 requests=_changed(None, tenant.requests_per_minute, now_s),
                 tokens=_changed(None, tenant.tokens_per_minute, now_s),
             )
         return account
 
-    def _too_much(self, account: _Account, kind: str, bucket: _Bucket, wanted: float, now_s: float) -> QuotaExceeded:
+    def _too_much(
+        self, account: _TenantAccount, kind: str, bucket: _Bucket, wanted: float, now_s: float
+    ) -> QuotaExceeded:
         limit, name = bucket.limit, account.tenant.name
         short = {"requests": "RPM", "tokens": "TPM"}[kind]
         if wanted > limit:
@@ -327,7 +320,7 @@ class ApiKeys:
 
 
 def as_duration(seconds: float) -> str:
-    """Format a duration as OpenAI's headers do (``6m0s``, ``1.25s``, ``20ms``), rounded up."""
+    """Format a duration as OpenAI does (``6m0s``, ``1.25s``, ``20ms``), rounded up."""
     milliseconds = math.ceil(round(seconds * 1000, 6))
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -340,7 +333,7 @@ def _retry_headers(wait_s: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
-def _quota_headers(account: _Account, now_s: float) -> dict[str, str]:
+def _quota_headers(account: _TenantAccount, now_s: float) -> dict[str, str]:
     headers: dict[str, str] = {}
     for kind, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
@@ -367,7 +360,6 @@ def _table(value: object, where: str = "tenants") -> Mapping[str, Any]:
 
 
 def _line(source: str, heading: str, at: int = 0) -> str:
-    """Return ``line 7: `` for the ``at``-th heading of that name, if any."""
     for number, line in enumerate(source.splitlines(), 1):
         match = _HEADING.match(line)
         name = "" if match is None else match[1].replace('"', "")

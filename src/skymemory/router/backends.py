@@ -1,11 +1,7 @@
-"""Servers behind a router: membership, models and adapters, roles, ejection and return.
+"""Servers behind a router: membership, models and adapters, roles, ejection and return. No I/O.
 
-No I/O; shared by both front ends. Requests and health checks (only ``route`` has them) report their results here. From
-these ``failure`` decides which servers get no requests.
-
-With roles there are two fleets: servers that only prefill, and servers that decode. Servers with both roles belong to
-the decode fleet, and preferably serve the requests that cannot be split. A server drains before it changes its role,
-because of new settings or, for an elastic server, by ``change_role``.
+With roles, one fleet prefills and the other decodes. Servers with both roles decode, and preferably serve requests that
+cannot be split. A server drains before its role changes.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from skymemory.conductor.pools import State
 from skymemory.conductor.request import Request
 from skymemory.router.failure.evidence import Attempts
 from skymemory.router.failure.faults import Fault
-from skymemory.router.failure.policy import NONE, Decision, FailurePolicy, Limits
+from skymemory.router.failure.policy import NONE, FailureLimits, FailurePolicy, ServerDecision
 from skymemory.router.settings import BOTH, PREFILL, Backend, Health
 
 log = logging.getLogger("skymemory.router")
@@ -28,34 +24,30 @@ log = logging.getLogger("skymemory.router")
 
 @dataclass(slots=True, eq=False)
 class KnownServer:
-    """State of a server that the fleet does not hold."""
-
     backend: Backend
     server: Server
     why: str = ""
-    """Reason of its ejection; empty if it is not ejected."""
+    """Reason of its ejection, or empty."""
     leaving: bool = False
     """True while it drains to be removed or to change its role."""
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Content of its /v1/models, by id."""
+    """Entries of its /v1/models, by id."""
 
     answers: bool = True
-    """True if it answers clients; False if it only prefills."""
+    """False if it only prefills."""
     next_backend: Backend | None = None
-    """Settings with the new role, while it drains to change its role."""
+    """Settings with the new role, during a change."""
     configured_role: str = BOTH
-    """Role in the settings; an elastic server may currently have another."""
     work: tuple[float, ...] | None = None
-    """Tokens, running requests and cache usage of its last load report."""
+    """Tokens, running requests and cache usage of its last report."""
 
     @property
     def state(self) -> State:
-        """State for status pages; "down" if it is ejected and enough others are left."""
         return "down" if not self.server.healthy else "draining" if self.server.draining else "serving"
 
     @property
     def base_model(self) -> str:
-        """The only model it serves, apart from adapters; empty if unknown or if there are several."""
+        """The only model it serves, apart from adapters, or empty."""
         listed = [model for model, entry in self.models.items() if not entry.get("parent")]
         named = list(self.backend.models) or listed
         return named[0] if len(named) == 1 else ""
@@ -75,7 +67,7 @@ class Backends:
 
         Args:
             are_checked: health checks report to ``on_check``.
-            decode: picker of the servers that decode, if backends have roles; None: roles are ignored.
+            decode: picker of the decode servers; None: no roles.
         """
         self.known: dict[str, KnownServer] = {}
         self.policy = FailurePolicy(are_checked=are_checked)
@@ -86,11 +78,9 @@ class Backends:
         self._decode = decode
         self._is_applying = False
         self.on_check_wanted: Callable[[str], None] = lambda name: None
-        """Called with a server to check at once, because requests failed there."""
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
         self.on_moved: Callable[[], None] = lambda: None
-        """Called after a server has changed its role."""
         self._serving: dict[str, frozenset[str]] = {}
 
     @property
@@ -100,16 +90,12 @@ class Backends:
     @health.setter
     def health(self, health: Health) -> None:
         self._health = health
-        self.policy.limits = Limits(health.failures, health.successes, health.max_ejected)
+        self.policy.limits = FailureLimits(health.failures, health.successes, health.max_ejected)
 
     # Membership
 
     def set(self, backends: Sequence[Backend]) -> tuple[list[str], list[str]]:
-        """Make these the servers. Known servers keep their state, unless their address has changed.
-
-        Returns:
-            Names of added servers, and of servers that drain before their removal.
-        """
+        """Set the servers; return added and draining names. State survives unless the address changes."""
         wanted = {backend.name: backend for backend in backends}
         leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
         for name in self.known.keys() - wanted.keys():
@@ -156,7 +142,7 @@ class Backends:
         self.policy.add(known.backend.name, known.answers, is_last_resort=self._decode is None)
 
     def remove_drained(self) -> bool:
-        """Remove leaving servers without requests, or move them to their new fleet. Return True if there were any."""
+        """Remove drained servers, or change their roles."""
         drained = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in drained:
             known = self.known[name]
@@ -188,7 +174,7 @@ class Backends:
         self._index_names()
 
     def _with_role_of_now(self, known: KnownServer, backend: Backend) -> Backend:
-        """Return reloaded settings with an elastic server's current role, unless its configured role has changed."""
+        """Keep an elastic server's current role unless its configured role has changed."""
         if backend.elastic and backend.role == known.configured_role:
             return replace(backend, role=(known.next_backend or known.backend).role)
         known.configured_role = backend.role
@@ -219,7 +205,6 @@ class Backends:
         return None if known is None else known.server
 
     def prefills(self, known: KnownServer) -> bool:
-        """Return True if it computes the prompts that are routed by their prefix."""
         return self._decode is None or not known.answers
 
     def role_of(self, name: str) -> str:
@@ -239,11 +224,7 @@ class Backends:
         ]
 
     def alone(self, request: Request, tried: Collection[str], avoid: Set[str] = NONE) -> Collection[str]:
-        """Return servers that serve the request's model alone, both prefill and decode.
-
-        These are servers with both roles if one is up, else all that decode; without those ``tried`` and, if others are
-        up, those to ``avoid``.
-        """
+        """Return servers that serve the request alone: those with both roles if any is up, else all that decode."""
         serving = self.serving(request)
         able = [
             known
@@ -258,7 +239,6 @@ class Backends:
         return {known.backend.name for known in chosen}
 
     def has_prefill(self, among: Collection[str] | None) -> bool:
-        """Return True if a prefill server among these (None: all) is up."""
         return any(among is None or server.name in among for server in self._picker.fleet.available)
 
     # Candidates for a request
@@ -266,9 +246,7 @@ class Backends:
     def able(
         self, request: Request, tried: Collection[str], max_waiting: int, avoid: Set[str] = NONE
     ) -> Collection[str] | None:
-        """Return servers of the request's model (None: all) without those ``tried``, those with ``max_waiting``
-        requests (0: any number) and, if others are up, those to ``avoid``.
-        """
+        """Return untried servers of the model (None: all) with fewer than ``max_waiting`` (0: any number) requests."""
         serving = self.serving(request)
         if not tried and not max_waiting and not avoid:
             return None if serving is None or len(serving) == len(self.known) else serving
@@ -277,13 +255,13 @@ class Backends:
         return self.without(able, avoid) if avoid else able
 
     def without(self, names: Set[str], avoid: Set[str]) -> Set[str]:
-        """Exclude those to ``avoid`` from each fleet that has another server up."""
+        """Exclude ``avoid`` from each fleet that has another server up."""
         remaining = {name for name in names - avoid if name in self.known}
         fleets = {self.known[name].answers for name in remaining if self.known[name].server.takes_requests}
         return remaining | {name for name in avoid & names if self.known[name].answers not in fleets}
 
     def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
-        """Return True if another server of the fleet of ``name`` is up, serves the request and was not ``tried``."""
+        """Return True if another server of the fleet of ``name`` is up, untried, and serves the request."""
         known, serving = self.known.get(name), self.serving(request)
         names = self.known if serving is None else serving
         return known is not None and any(
@@ -295,12 +273,12 @@ class Backends:
         )
 
     def is_busy(self, request: Request, now_s: float) -> bool:
-        """Return True if all servers that could serve it are up but reported that they are full."""
+        """Return True if all servers for the request that are up reported that they are full."""
         names = [name for name in self.serving(request) or self.known if self.known[name].server.takes_requests]
         return bool(names) and all(self.policy.is_busy(name, now_s) for name in names)
 
     def full(self, request: Request, max_waiting: int) -> bool:
-        """Return True if servers that could serve it are up, and all have ``max_waiting`` requests."""
+        """Return True if all servers for the request that are up have ``max_waiting`` requests."""
         serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
         if self._decode is not None:
@@ -308,10 +286,9 @@ class Backends:
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
     def serving(self, request: Request) -> frozenset[str] | None:
-        """Return the servers that may serve the request; None: its model is unknown, and any may answer so.
+        """Return the servers for the request; None: any, as its model is unknown.
 
-        These are the servers that list its adapter if one is up, else those of its model (which may still load the
-        adapter), and always servers whose models are unknown.
+        These list its adapter if any is up, else its model (they may still load the adapter), or have unknown models.
         """
         if request.adapter:
             listing = self._serving.get(request.adapter)
@@ -341,7 +318,6 @@ class Backends:
             self._apply()
 
     def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
-        """Report a failed request. ``wait_s``: the server's ``Retry-After``."""
         self.policy.on_fault(attempts, name, fault, now_s, wait_s)
         self._apply()
 
@@ -350,7 +326,6 @@ class Backends:
         self._apply()
 
     def on_dropped(self, attempts: Attempts, name: str, now_s: float) -> None:
-        """Report that a request without a first byte was abandoned."""
         self.policy.on_dropped(attempts, name, now_s)
         self._apply()
 
@@ -365,7 +340,6 @@ class Backends:
         self._apply()
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
-        """Return servers that a client's request should avoid if there are others."""
         policy = self.policy
         if now_s < policy.sweep_s and not policy.doubted:
             return NONE
@@ -386,7 +360,7 @@ class Backends:
         finally:
             self._is_applying = False
 
-    def _apply_to(self, known: KnownServer, decision: Decision) -> None:
+    def _apply_to(self, known: KnownServer, decision: ServerDecision) -> None:
         name = decision.server
         match decision.kind:
             case "check":
@@ -415,7 +389,6 @@ class Backends:
             self._index_names()
 
     def reported(self, name: str) -> None:
-        """Use a server's new load report: it may name new adapters, or show progress."""
         known = self.known.get(name)
         if known is None or (report := known.server.reported) is None:
             return
@@ -427,10 +400,8 @@ class Backends:
             self._index_names()
 
     def _index_names(self) -> None:
-        """Index servers by model and adapter.
-
-        Adapters are names with a parent in a server's list, and those that settings or metrics name. Outdated reports
-        count, too: otherwise the adapter of a silent engine would become a model.
+        """Index servers by model and adapter. Outdated reports count: else a silent engine's adapter would become a
+        model.
         """
         staying = {name: known for name, known in self.known.items() if not known.leaving}
         unknown = frozenset(name for name, known in staying.items() if not known.backend.models and not known.models)

@@ -1,9 +1,7 @@
-"""Choice of decode servers if prefill and decode are separate, including servers that serve a request alone.
+"""Choice of decode servers, including servers that serve a request alone.
 
-If a decode server lacks few tokens of the prompt, it serves the request alone (``DecodeServers.lacking_few``).
-Computing these tokens delays its other requests by little more than loading transferred values would, and the first
-token need not wait for the transfer. The rule is llm-d's (``nonCachedTokens`` of its scheduler); its threshold is the
-setting ``split_from``.
+A decode server that lacks few tokens of a prompt serves it alone: computing them delays others little more than loading
+transferred values, and the first token comes sooner. The rule is llm-d's (``nonCachedTokens``).
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ from skymemory.router.settings import Settings, read_cost
 
 
 class DecodeServers(Indexed):
-    """Ranking of decode servers by ``ranking``, with an index of what each holds of a prompt.
+    """Ranking of decode servers, with an index of what each holds of a prompt.
 
-    A server that answered a prompt holds its values: it computed or received them. The index counts on no more tokens
-    than the server's memory holds, as it reports; older values in its store do not count. If a server answered alone,
-    the usage in its answer corrects the index.
+    A server that answered a prompt holds its values, as far as its memory does. Usage of answers given alone corrects
+    the index.
     """
 
     def __init__(self, fleet: Fleet, ranking: Scorer) -> None:
@@ -38,7 +35,7 @@ class DecodeServers(Indexed):
         self.name = ranking.name
 
     def lacking_few(self, request: Request, among: Collection[str] | None, below_tokens: int) -> list[str]:
-        """Return servers, of those ``among`` (None: all) that take requests, that lack fewer tokens of the prompt."""
+        """Return available servers of ``among`` (None: all) that lack fewer tokens than ``below_tokens``."""
         servers = [server for server in self._fleet.available if among is None or server.name in among]
         if not servers or below_tokens <= 0:
             return []
@@ -70,7 +67,7 @@ class DecodeServers(Indexed):
 
 
 def decode_picker(settings: Settings) -> Picker:
-    """Return the picker of the decode servers: by the time between tokens if there is a cost model, else by requests.
+    """Return the picker of the decode servers: by the time between tokens with a cost model, else by requests.
 
     Its seed differs from the prefill picker's, so that ties break independently.
 
@@ -91,16 +88,14 @@ def forecast_of(decode: Picker | None) -> DecodeForecast | None:
 def lacking_few(
     scheduler: Scheduler, request: Request, among: Collection[str] | None, split_from: int
 ) -> Collection[str]:
-    """Return decode servers that may serve the request alone: they lack fewer than ``split_from`` of its tokens."""
+    """Return decode servers that lack fewer than ``split_from`` tokens."""
     scorer = None if scheduler.decode is None else scheduler.decode.scorer
     return scorer.lacking_few(request, among, split_from) if isinstance(scorer, DecodeServers) else ()
 
 
 def alone_schedulers(scheduler: Scheduler, seed: int) -> tuple[Scheduler, Scheduler | None]:
-    """Return the schedulers of requests that a single server serves.
-
-    The first is for requests without a prompt: by the least load, always admitted. The second is for prompts, and uses
-    the decode servers' accounting; None if prefill and decode are not separate.
+    """Return schedulers for a single server: without a prompt, by the least load, always admitted; with a prompt, on
+    decode servers (None without roles).
     """
     decode = scheduler.decode
     least_load = Scheduler(Picker((decode or scheduler.prefill).fleet, LeastLoad(), seed))

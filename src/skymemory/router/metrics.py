@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP proxy, and of the queue of both front ends.
+"""Prometheus metrics of the HTTP proxy, and of the queue.
 
 Labels are servers, outcomes, kinds and configured tenants, never text of a request.
 """
@@ -43,7 +43,7 @@ PREFILLS = (
     "wasted",  # done, and the admission rule refused the decoding: 429
     "dropped",  # the request ended before its answer came
 )
-"""Outcomes of step 1, if prefill and decode are separate."""
+"""Outcomes of the prefill step, if prefill and decode are separate."""
 ALONE = (
     "few-tokens",  # it lacks fewer tokens of the prompt than `split_from`
     "whole",  # the request cannot be split
@@ -62,7 +62,6 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 def family(
     kind: Family, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> CounterMetricFamily | GaugeMetricFamily:
-    """Return a metric with its series: the values of the labels, and the number."""
     metric = kind(name, text, labels=labels)
     for values, number in rows:
         metric.add_metric(values, number)
@@ -70,7 +69,7 @@ def family(
 
 
 class _Histogram:
-    """Histogram by upper bounds, at a tenth of the cost of prometheus-client's own."""
+    """Histogram at a tenth of the cost of prometheus-client's."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -90,7 +89,7 @@ class _Histogram:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Counts of a server: plain numbers on the request path, converted to metrics on a scrape."""
+    """Plain numbers, converted on a scrape."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -111,7 +110,7 @@ class ProxyMetrics:
         role_of: Callable[[str], str],
         is_ejected: Callable[[str], bool],
     ) -> None:
-        """Create the metrics. ``decode``: servers that decode, if these are separate; gauges then have a role label."""
+        """Create the metrics. ``decode``: separate decode servers; gauges then have a role label."""
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}
@@ -178,12 +177,10 @@ class ProxyMetrics:
         server.matched_tokens += matched if matched < tokens else tokens
 
     def prefilled(self, server: str, outcome: str) -> None:
-        """Count the outcome of a prefill (``PREFILLS``) whose request another server answers."""
         counts = self.of(server).prefills
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def record_request_end(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
-        """Count a finished request. ``server`` is the last server that received it, if any."""
         counts = self.of(server)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
@@ -279,7 +276,7 @@ class _FleetGauges:
 
 
 class QueueFigures(Collector):
-    """Metrics of the queue. Tenants are those that the settings name, ``other`` and ``unknown``."""
+    """Metrics of the queue. Tenants are those of the settings, ``other`` and ``unknown``."""
 
     def __init__(self, queue: RequestQueue, prefix: str) -> None:
         self._queue = queue

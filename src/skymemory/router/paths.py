@@ -1,4 +1,4 @@
-"""Paths that both front ends know, and the treatment of all others (the setting ``unknown_paths``)."""
+"""Paths that both front ends know, and the treatment of all others (``unknown_paths``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from skymemory.router.api_error import OF_CLIENT, ApiError
 from skymemory.router.prompts.reader import PROMPT_PATHS
 
 OWN = frozenset(("/health", "/ready", "/metrics", "/v1/models"))
-"""Paths that `skymemory route` itself answers."""
 FORWARDED = frozenset(
     (
         "/v1/embeddings",
@@ -39,7 +38,7 @@ _REFUSED = {
     "/v1/load_lora_adapter": "adapters are loaded at each server, not through the router",
     "/v1/unload_lora_adapter": "adapters are unloaded at each server, not through the router",
 }
-"""Paths whose state belongs to a single server, which a load balancer must not choose."""
+"""Paths whose state belongs to a single server."""
 _HINTS = {
     "/v1/images": "the router passes on no images to be made",
     "/generate": "the router serves OpenAI's and Anthropic's APIs only; use /v1/completions",
@@ -56,7 +55,7 @@ def is_own(path: str) -> bool:
 
 
 def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> ApiError | None:
-    """Return the error if `skymemory route` does not serve the path. ``by_load``: unknown paths go to some server."""
+    """Return the error of a path that is not served. ``by_load``: unknown paths go to some server."""
     if method == "POST" and path in PROMPT_PATHS:
         return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):
@@ -89,5 +88,5 @@ def unknown(path: str) -> ApiError:
 
 
 def is_known_end(path: str) -> bool:
-    """Return True if a path ends like a known path: a gateway may strip its prefix after it has asked the picker."""
+    """Return True for a known end: a gateway may strip the prefix later."""
     return path.endswith((*PROMPT_PATHS, *FORWARDED, *OWN)) or "/v1/models/" in path

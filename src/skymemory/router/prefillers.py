@@ -1,8 +1,4 @@
-"""Prefill servers that a sidecar's requests may name: an allow list of networks, addresses and host names.
-
-A header decides where the sidecar sends a request. Without an allow list, clients could reach every network that the
-sidecar reaches (server-side request forgery).
-"""
+"""Allow list of prefill servers that a sidecar's requests may name, against server-side request forgery."""
 
 from __future__ import annotations
 
@@ -13,16 +9,16 @@ from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_netw
 from skymemory.errors import InvalidInput, quoted
 
 HEADER, LATER_HEADER = "x-prefiller-host-port", "x-llm-d-prefiller-host-port"
-"""Headers that name a prefill server to a sidecar. llm-d's later releases send the second."""
+"""Headers for a sidecar; llm-d's later releases send the second."""
 PRIVATE = ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 """Networks that the internet does not route, except link-local networks: clouds serve credentials there."""
 HOST_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*\.?")
 
 
 class Prefillers:
-    """Allow list of networks (``10.0.0.0/8``), addresses and host names, each with an optional port.
+    """Allow list of networks (``10.0.0.0/8``), addresses and host names, with optional ports.
 
-    A host name is allowed by its own entry only, never by the address it resolves to: the sender may own the name.
+    A host name needs its own entry, whatever it resolves to: the sender may own it.
 
     Raises:
         InvalidInput: an entry is none of these.
@@ -54,7 +50,6 @@ class Prefillers:
 
 
 def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
-    """Split ``host``, ``host:port``, ``[::1]:port`` or ``::1``; the host has no brackets."""
     if entry.startswith("["):
         host, _, after_bracket = entry[1:].partition("]")
         port = after_bracket.removeprefix(":")
@@ -68,7 +63,7 @@ def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
 
 
 def read_host_port(word: str) -> tuple[str, int]:
-    """Parse ``host:port`` or ``[::1]:port`` of a header, with an optional ``http://``.
+    """Parse ``host:port`` or ``[::1]:port``, with an optional ``http://``.
 
     Raises:
         InvalidInput: anything else.

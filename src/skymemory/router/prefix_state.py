@@ -1,7 +1,6 @@
-"""Strategy of a router and its prefix index, which is kept in a file over restarts or shared with other replicas.
+"""Strategy of a router and its prefix index, kept in a file or shared with replicas.
 
-The file is replaced atomically. A precise index, which engines' KV events feed (``engines.events``), is not kept: an
-engine that restarted in the meantime could not be recognised.
+An index fed by KV events is not kept: a restarted engine could not be recognised.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from skymemory.router.tasks import cancel
 log = logging.getLogger("skymemory.router")
 
 SAVE_S = 60.0
-"""Period of writing the file. It is also written on close."""
 MAX_FILE_BYTES = 4 << 30
 
 
@@ -48,10 +46,10 @@ class PrefixState:
     """Strategy (``scorer``) and its index. Start and close it in the same event loop."""
 
     def __init__(self, settings: Settings, fleet: Fleet, keys: KeyRing | None = None) -> None:
-        """Create the strategy. Replicas authenticate their messages with ``keys``.
+        """Create the strategy. ``keys`` authenticate replicas.
 
         Raises:
-            InvalidInput: an unknown strategy or option, or settings that the strategy cannot use.
+            InvalidInput: an unknown strategy or option, or settings that it cannot use.
         """
         self._settings = settings
         self._fleet = fleet
@@ -65,12 +63,11 @@ class PrefixState:
             self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
         self._keeps = settings.state is not None
-        """False if the file is not written, such as a file of a later release."""
+        """False if the file is not written, such as a later release's."""
         self.unsaved = ""
-        """Reason why the file could not be written last time."""
 
     async def start(self) -> None:
-        """Load the file, and connect to the replicas. The fleet must be known: blocks are stored by server."""
+        """Load the file, and connect. The fleet must be known."""
         if self._settings.state is not None and isinstance(self._index, ApproximatePrefixIndex):
             try:
                 blocks = load_index(self._settings.state, self._index, self._kind, self._slots())
@@ -89,7 +86,6 @@ class PrefixState:
         return None if self._replicas is None else self._replicas.status
 
     async def close(self, keep: bool = True) -> None:
-        """Stop background tasks; with ``keep``, write the file if there is one."""
         if self._replicas is not None:
             await self._replicas.close()
         await cancel([self._saving])
@@ -97,7 +93,6 @@ class PrefixState:
             log.info("prefix index saved to %s: %d bytes", self._settings.state, written)
 
     def troubles(self) -> list[str]:
-        """Return what is degraded although requests are served."""
         troubles = [self.unsaved] if self.unsaved else []
         status = self.replicas()
         if status is not None and status.degraded:
@@ -110,7 +105,6 @@ class PrefixState:
             await self._save()
 
     async def _save(self) -> int:
-        """Write the file without blocking the event loop. Return its bytes; 0: no file, or it failed."""
         index, path = self._index, self._settings.state
         if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
             return 0
@@ -171,7 +165,7 @@ class PrefixState:
 
 
 def kind_of_blocks(settings: Settings) -> str:
-    """Return an identifier of how prompts are cut into blocks: only hashes of equal kinds can be compared.
+    """Identify how prompts are cut: only hashes of equal kinds compare.
 
     Raises:
         InvalidInput: the tokenizer's file cannot be read.
@@ -203,10 +197,10 @@ class ReplicaFigures(Collector):
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> int:
-    """Write a snapshot, possibly in a thread; return the file's bytes.
+    """Write a snapshot; return its bytes.
 
     Raises:
-        InvalidInput: the file cannot be written; a previous file is unchanged.
+        InvalidInput: not written; a previous file is unchanged.
     """
     data = pack_snapshot(snapshot)
     try:
@@ -217,10 +211,10 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
 
 
 def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Load the file's blocks of ``slots`` (servers by name) into ``index``. Return their number; 0 without a file.
+    """Load the file's blocks of ``slots``; return their number.
 
     Raises:
-        InvalidInput: an unreadable or damaged file, or another version or kind of blocks; the index is empty.
+        InvalidInput: unreadable, damaged, or of another version or kind; the index is empty.
     """
     try:
         data = read_bounded(path, MAX_FILE_BYTES)

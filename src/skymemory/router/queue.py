@@ -1,27 +1,22 @@
-"""Queue of requests that wait until a server has room: the order of service and the order of eviction.
+"""Queue of requests that wait for a server: the order of service and of eviction.
 
-The admission rule decides which requests are admitted, the queue in which order they are served. Both use the same
-tenants, priorities, weights and refusals. The next request is chosen by:
+The next request is chosen by:
 
-1. **Priority**, strictly: higher goes first. Requests of the lowest priority may never be served; they leave at their
-   deadline.
-2. **Fair shares** between the tenants of a priority, by weight. The unit is work: prompt tokens to compute and tokens
-   to generate. This is start-time fair queueing (Goyal et al., 1996) with one tag per tenant: the virtual time at which
-   its next request starts. The tenant with the lowest tag is served, and its tag rises by work / weight. Between two
-   tenants that always wait, service per weight differs by at most one request of each. A new tenant starts at the
-   level's virtual time. The virtual time also rises by work over the weight of all waiting tenants (as in weighted fair
-   queueing), so that even a stream of new tenants cannot starve an old tenant. A request's actual work corrects its
-   tenant's tag when it ends (``corrected``), since few requests use up ``max_tokens``.
-3. **Earliest deadline** among a tenant's requests: when the promised first token would be late or the longest wait
-   ends, whichever is earlier. Every request has a deadline, so none starves among its tenant's requests.
+1. **Priority**, strictly: the lowest may never be served.
+2. **Fair shares** between a priority's tenants, by weight, in tokens to compute and generate: start-time fair queueing
+   (Goyal et al., 1996) with a tag per tenant, the virtual time at which its next request starts. The lowest tag is
+   served and rises by work / weight. Between two tenants that always wait, service per weight differs by at most one
+   request of each. New tenants start at the level's virtual time, which also rises by work over the weight of all
+   waiting tenants, lest a stream of them starve old tenants. Actual work corrects the tag: few requests use up
+   ``max_tokens``.
+3. **Earliest deadline**: promised first token or longest wait.
 
-When the queue exceeds its limit, in requests or bytes, the least urgent request is evicted, possibly the new request:
-that with the lowest priority; among these, of the tenant with the largest part of the queue per weight; among these,
-with the latest deadline. The deadline comes last: otherwise a tenant could evict others by promising itself less time.
+Above the limit, the least urgent request is evicted, possibly the new request: lowest priority, then the tenant with
+the largest part of the queue per weight, then the latest deadline (if that came first, a tenant could evict others by
+promising itself less time).
 
-Entries of the same ``group`` can go to the same servers: ``fits`` is asked once per group, and a group that does not
-fit does not block others. Heaps drop the numbers of removed entries lazily. Every operation costs amortised O(log n),
-and ``next`` as much again for each tenant that it skips.
+``fits`` is asked once per ``group``; a group that does not fit does not block others. Operations cost amortised O(log
+n), ``next`` as much again per skipped tenant.
 """
 
 from __future__ import annotations
@@ -40,20 +35,15 @@ from skymemory.config import duration, setting, size, whole_number
 from skymemory.errors import InvalidInput
 
 USUAL_OUTPUT_TOKENS = 256
-"""Output assumed for a request that does not limit it."""
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 _RATE_HALF_S = 10.0
-"""Half-life of the measured service rate."""
 _MAX_IDLE = 4096
-"""Limit of tenants without waiting requests whose tags are kept."""
 _SLACK = 64
-"""Stale items allowed in a heap in addition to the number of live items."""
+"""Stale items allowed in a heap in addition to as many as live items."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Limits of the queue of requests that wait for a server with room."""
-
     most_requests: int = setting(
         "max_requests", whole_number, 0, "requests that may wait; 0: none, they are refused at once"
     )
@@ -68,20 +58,17 @@ class QueueSettings:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A waiting request. The queue sets the fields with an underscore."""
+class QueueEntry:
+    """A waiting request. The queue sets the private fields."""
 
     request: Request
     work: float
-    """Tokens to compute and to generate (``work_of``)."""
     size_bytes: int
     arrived_s: float
     slo: Slo | None = None
-    """Promised times; None: only ``max_wait`` limits the wait."""
     group: Hashable = None
-    """Equal for requests that can go to the same servers: model, adapter, subset."""
+    """Equal for requests that can go to the same servers."""
     item: Any = None
-    """Object of the caller: its ``Waiter``."""
 
     _number: int = field(default=0, init=False)
     _leave_s: float = field(default=math.inf, init=False)
@@ -89,12 +76,11 @@ class Entry:
 
     @property
     def leave_s(self) -> float:
-        """Deadline, set by ``offer``."""
         return self._leave_s
 
 
 def work_of(request: Request) -> float:
-    """Return the tokens that a server computes and generates if none of the prompt is cached."""
+    """Return the tokens to compute and generate if nothing is cached."""
     output = USUAL_OUTPUT_TOKENS if request.output_tokens is None else request.output_tokens
     return float(request.prompt.tokens + request.answers * output)
 
@@ -102,35 +88,28 @@ def work_of(request: Request) -> float:
 @dataclass(slots=True)
 class Figures:
     requests: int = 0
-    """Requests waiting now."""
     size_bytes: int = 0
     served: int = 0
     waited_s: float = 0.0
-    """Total of the served requests."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Counts by kind of refusal."""
     cancelled: int = 0
 
 
 class RequestQueue:
-    """Priority queue with fair shares. No I/O; not thread-safe; ``now_s`` must not decrease.
-
-    If it is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of about 20 µs.
-    """
+    """Priority queue with fair shares. No I/O; not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """Create a queue. ``weights`` of tenants are 1 by default; ``figures`` names only these tenants."""
+        """Create a queue. ``weights`` are 1 by default; only their tenants are named in ``figures``."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0
         self._weights = weights
-        self._waiting: dict[int, Entry] = {}
+        self._waiting: dict[int, QueueEntry] = {}
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []
-        """Negated priorities in use: the highest first."""
+        """Negated priorities in use, ascending."""
         self._deadlines: list[tuple[float, int]] = []
-        self._left: list[tuple[Entry, Refusal]] = []
-        """Expired entries, until ``expire`` returns them."""
+        self._left: list[tuple[QueueEntry, Refusal]] = []
         self._numbers = 0
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
@@ -147,23 +126,18 @@ class RequestQueue:
         return len(self._waiting)
 
     def configure(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """Change the settings. Waiting requests beyond a lower limit are evicted at the next offer."""
+        """Change the settings. A lower limit evicts at the next offer."""
         self.settings, self._weights = settings, weights
 
     @property
     def next_deadline_s(self) -> float:
-        """Time at which ``expire`` has entries to return; infinite if the queue is empty."""
         if self._left:
             return -math.inf
         self._drop_stale(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def offer(self, entry: Entry, now_s: float) -> list[tuple[Entry, Refusal]] | Refusal:
-        """Queue a request, or refuse it.
-
-        Returns:
-            The refusal; or the less urgent entries evicted for it, with their refusals.
-        """
+    def offer(self, entry: QueueEntry, now_s: float) -> list[tuple[QueueEntry, Refusal]] | Refusal:
+        """Queue a request: return its refusal, or the entries evicted for it."""
         self._sweep(now_s)
         settings = self.settings
         entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
@@ -177,7 +151,7 @@ class RequestQueue:
         # The entry is put in first and may itself be the victim, so that a single rule decides who leaves. In that case
         # the entries evicted for it are put back with their former tags, as if it had never been offered.
         self._put(entry)
-        victims: list[tuple[Entry, _Flow]] = []
+        victims: list[tuple[QueueEntry, _Flow]] = []
         while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
             victim = self._least_urgent()
             flow = self._flow(victim)
@@ -193,11 +167,8 @@ class RequestQueue:
             (evicted, self._record_refusal(evicted, self._pushed_out(evicted, entry, now_s))) for evicted, _ in victims
         ]
 
-    def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
-        """Remove and return the entry to serve now; None: no entry ``fits``.
-
-        ``fits`` returns True if a server has room for an entry, and so for all of its group.
-        """
+    def next(self, now_s: float, fits: Callable[[QueueEntry], bool] = lambda _: True) -> QueueEntry | None:
+        """Remove and return the entry to serve now; None: no entry ``fits``."""
         self._sweep(now_s)
         if not self._waiting:
             return None
@@ -211,21 +182,20 @@ class RequestQueue:
         self._serve(entry, now_s)
         return entry
 
-    def expire(self, now_s: float) -> list[tuple[Entry, Refusal]]:
-        """Remove and return the entries past their deadlines, with their refusals."""
+    def expire(self, now_s: float) -> list[tuple[QueueEntry, Refusal]]:
+        """Remove and return overdue entries."""
         self._sweep(now_s)
         expired, self._left = self._left, []
         return expired
 
-    def cancel(self, entry: Entry) -> bool:
-        """Remove an entry whose client has disconnected; False if it was not waiting."""
+    def cancel(self, entry: QueueEntry) -> bool:
         if self._waiting.get(entry._number) is not entry:
             return False
         self._remove(entry)
         self._figures_of(entry).cancelled += 1
         return True
 
-    def corrected(self, entry: Entry, work: float) -> None:
+    def corrected(self, entry: QueueEntry, work: float) -> None:
         """Correct the tenant's tag by the actual work of a served entry."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
@@ -238,18 +208,20 @@ class RequestQueue:
             level.idle[tenant] += difference
 
     def retry_after_s(self, priority: int, now_s: float) -> float:
-        """Return the time to serve all entries of this and higher priorities, by the recent service rate."""
+        """Estimate the time to serve all entries of this and higher priorities."""
         rate = self._rate.of(now_s)
         return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
-        """Return metrics by priority and class of tenants: those with a weight, ``other``, ``unknown`` (no name)."""
+        """Return metrics by priority and tenant: those with a weight, ``other``, ``unknown`` (no name)."""
         return MappingProxyType(self._figures)
 
     # Service
 
-    def _first_of(self, level: _Level, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
-        """Return the first entry of a level that fits. Skipped tenants stay ahead of the tenant that is served."""
+    def _first_of(
+        self, level: _Level, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
+    ) -> QueueEntry | None:
+        """Return the first entry that fits. Skipped tenants stay ahead of the served tenant."""
         skipped: list[_Flow] = []
         entry = None
         while (flow := level.first()) is not None:
@@ -265,7 +237,9 @@ class RequestQueue:
             )
         return entry
 
-    def _first_of_flow(self, flow: _Flow, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
+    def _first_of_flow(
+        self, flow: _Flow, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
+    ) -> QueueEntry | None:
         best: tuple[float, int] | None = None
         for group, lane in flow.lanes.items():
             self._drop_stale(lane)
@@ -277,7 +251,7 @@ class RequestQueue:
                 best = lane[0]
         return None if best is None else self._waiting[best[1]]
 
-    def _serve(self, entry: Entry, now_s: float) -> None:
+    def _serve(self, entry: QueueEntry, now_s: float) -> None:
         level, flow = self._levels[-entry.request.priority], self._flow(entry)
         # The virtual time follows the served tag (start-time fair queueing), and rises by at least the work per weight
         # of all waiting tenants. Otherwise new tenants, which start at the virtual time, would always precede older
@@ -293,7 +267,7 @@ class RequestQueue:
 
     # Refusal and eviction
 
-    def _hopeless(self, entry: Entry, now_s: float) -> Refusal | None:
+    def _hopeless(self, entry: QueueEntry, now_s: float) -> Refusal | None:
         if now_s >= entry._leave_s:
             return self._over(entry, now_s)
         settings = self.settings
@@ -311,7 +285,7 @@ class RequestQueue:
                 self._remove(entry)
                 self._left.append((entry, self._record_refusal(entry, self._over(entry, now_s))))
 
-    def _over(self, entry: Entry, now_s: float) -> Refusal:
+    def _over(self, entry: QueueEntry, now_s: float) -> Refusal:
         retry_s = self.retry_after_s(entry.request.priority, now_s)
         waited_s = max(0.0, now_s - entry.arrived_s)
         if entry.slo is not None and _promise_s(entry) <= self.settings.most_wait_s:
@@ -320,13 +294,13 @@ class RequestQueue:
             return Refusal(words, retry_s, kind="ttft")
         return Refusal(f"it waited {waited_s:.3g} s for a server with room, the longest allowed", retry_s, kind="queue")
 
-    def _least_urgent(self) -> Entry:
+    def _least_urgent(self) -> QueueEntry:
         flow = self._levels[self._order[-1]].largest()
         while -flow.latest[0][1] not in self._waiting:
             heappop(flow.latest)
         return self._waiting[-flow.latest[0][1]]
 
-    def _pushed_out(self, entry: Entry, by: Entry, now_s: float) -> Refusal:
+    def _pushed_out(self, entry: QueueEntry, by: QueueEntry, now_s: float) -> Refusal:
         kind, why = "queue", "with an earlier deadline"
         if entry.request.priority != by.request.priority:
             kind, why = "priority", f"of priority {by.request.priority}"
@@ -337,10 +311,8 @@ class RequestQueue:
 
     # Bookkeeping
 
-    def _put(self, entry: Entry, former: _Flow | None = None) -> None:
-        """Add an entry to its four places. An entry that is put back gets its level again, and its tenant the tag and
-        rank of the flow it was in (``former``).
-        """
+    def _put(self, entry: QueueEntry, former: _Flow | None = None) -> None:
+        """Add an entry to its four places. ``former``: flow whose tag and rank its tenant gets back."""
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
         if level is None:
@@ -371,7 +343,7 @@ class RequestQueue:
         figures.requests += 1
         figures.size_bytes += entry.size_bytes
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: QueueEntry) -> None:
         del self._waiting[entry._number]
         negated = -entry.request.priority
         level, flow = self._levels[negated], self._flow(entry)
@@ -404,7 +376,7 @@ class RequestQueue:
         requests, size_bytes = max(1, self.settings.most_requests), self.settings.most_bytes
         return max(flow.requests / requests, flow.size_bytes / size_bytes) / flow.weight
 
-    def _flow(self, entry: Entry) -> _Flow:
+    def _flow(self, entry: QueueEntry) -> _Flow:
         return self._levels[-entry.request.priority].flows[entry.request.tenant]
 
     def _push(self, heap: list[tuple[float, int]], live: int, item: tuple[float, int], sign: int = 1) -> None:
@@ -423,7 +395,7 @@ class RequestQueue:
     def _work_from(self, priority: int) -> float:
         return sum(level.work for negated, level in self._levels.items() if -negated >= priority)
 
-    def _figures_of(self, entry: Entry) -> Figures:
+    def _figures_of(self, entry: QueueEntry) -> Figures:
         tenant = entry.request.tenant
         label = tenant if tenant in self._weights else "other" if tenant else "unknown"
         key = (entry.request.priority, label)
@@ -432,7 +404,7 @@ class RequestQueue:
             figures = self._figures[key] = Figures()
         return figures
 
-    def _record_refusal(self, entry: Entry, refusal: Refusal) -> Refusal:
+    def _record_refusal(self, entry: QueueEntry, refusal: Refusal) -> Refusal:
         refused = self._figures_of(entry).refused
         refused[refusal.kind] = refused.get(refusal.kind, 0) + 1
         return refusal
@@ -449,23 +421,20 @@ class _Flow:
     lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
     """Heap of (deadline, number) by group."""
     counts: dict[Hashable, int] = field(default_factory=dict)
-    """Number of waiting entries by group (heaps may hold stale entries)."""
     latest: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (-deadline, -number): the latest deadline first."""
+    """Heap of (-deadline, -number)."""
     requests: int = 0
     size_bytes: int = 0
     part: float = 0.0
-    """Fraction of the queue's limit, in requests or bytes (the larger), divided by the weight."""
+    """Fraction of the queue's limit, in requests or bytes (the larger), per weight."""
     listed: float = -1.0
-    """``part`` as in the level's heap of parts; never less than ``part``."""
+    """``part`` in the level's heap; never less than ``part``."""
     at: int = 0
     listed_at: int = 0
-    """Serial numbers of its valid items in the level's heaps; 0: none."""
+    """Serial numbers of its valid heap items; 0: none."""
 
 
 class _Level:
-    """Waiting tenants of a priority; exists only while there are any."""
-
     def __init__(self) -> None:
         self.virtual = 0.0
         self.weight = 0.0
@@ -473,10 +442,10 @@ class _Level:
         self.flows: dict[str, _Flow] = {}
         self.groups: dict[Hashable, int] = {}
         self.idle: dict[str, float] = {}
-        """Tags of tenants without waiting requests, so that a tenant that soon returns keeps its history."""
+        """Tags of idle tenants that may soon return."""
         self._serial = 0
         self._order: list[tuple[float, int, int, _Flow]] = []
-        """Heap by tag. An item is valid if its serial number is its flow's ``at``."""
+        """Heap by tag. Items are valid if their serial number is the flow's ``at``."""
         self._parts: list[tuple[float, int, int, _Flow]] = []
         """Heap by negated part, valid by ``listed_at``."""
 
@@ -514,7 +483,6 @@ class _Level:
         return order[0][3] if order else None
 
     def skip(self) -> _Flow:
-        """Remove the first tenant, until ``move`` adds it again."""
         return heappop(self._order)[3]
 
     def grown(self, flow: _Flow, part: float) -> None:
@@ -526,7 +494,6 @@ class _Level:
                 heapify(self._parts)
 
     def largest(self) -> _Flow:
-        """Return the tenant with the largest part; among equals, the newest."""
         while True:
             _, _, serial, flow = self._parts[0]
             if flow.listed_at == serial and flow.part == flow.listed:
@@ -542,8 +509,6 @@ class _Level:
 
 
 class _Rate:
-    """Work per second that leaves the queue, recently and while it was not empty."""
-
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._since_s = 0.0
@@ -559,10 +524,9 @@ class _Rate:
         self._since_s = now_s
 
     def of(self, now_s: float) -> float:
-        """Return the rate; 0: unknown."""
         seconds = self._seconds + max(0.0, now_s - self._since_s)
         return self._work / seconds if seconds > 0 else 0.0
 
 
-def _promise_s(entry: Entry) -> float:
+def _promise_s(entry: QueueEntry) -> float:
     return math.inf if entry.slo is None else entry.slo.ttft_s

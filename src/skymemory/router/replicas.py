@@ -1,11 +1,8 @@
 """Router replicas that share their prefix index through a Redis or Valkey server.
 
-1. A background task sends this replica's updates (deltas) and applies those of the others, in small batches; no request
-   waits for it.
-2. A stream (``XADD``, ``XREAD``), bounded in entries and with a TTL, holds the latest deltas of all replicas. A new
-   replica reads all of it; a replica that was disconnected continues where it stopped.
-3. While the server is down each replica works alone, and retries with a back-off of up to ``MAX_PAUSE_S``. Its deltas
-   are kept (``MAX_DELTAS``) and sent later, even to a server that lost its data.
+1. A background task exchanges deltas; no request waits.
+2. A stream (``XADD``, ``XREAD``), bounded in entries and time, holds the latest deltas. A new replica reads all.
+3. Without the server each replica keeps its deltas, and retries with a back-off.
 """
 
 from __future__ import annotations
@@ -30,10 +27,9 @@ MAX_PAUSE_S = 5.0
 ENTRIES = 20_000
 TTL_S = 3600.0
 _ENTRY_BYTES = 64 << 10
-"""Approximate size of a batch of deltas."""
 _READ_ENTRIES = 64
 _BATCH = 16
-"""Deltas applied per turn of the event loop: about a millisecond with long prompts."""
+"""Deltas per turn of the event loop: about a millisecond."""
 _PURPOSE = b"skymemory router replicas, Redis"
 _MAC_BYTES = 16
 _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
@@ -41,24 +37,22 @@ _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """State of the replication; counts since the start."""
-
     kind: str = "redis"
     degraded: str = "not connected yet"
-    """Reason why updates are not exchanged; empty if they are."""
+    """Reason why nothing is exchanged, or empty."""
     sent: int = 0
     received: int = 0
     lost: int = 0
     """Own deltas dropped because too many were unsent."""
     refused: int = 0
-    """Damaged or unauthenticated stream entries."""
+    """Damaged or unauthenticated entries."""
 
 
 class RedisReplicas:
-    """Task that exchanges deltas. They arrive within ``2 * interval_s`` and a round trip.
+    """Task that exchanges deltas, within ``2 * interval_s`` and a round trip.
 
-    Each ``kind`` of blocks (``kind_of_blocks``) has its own stream. With ``keys``, entries carry a MAC and entries
-    without a valid MAC are refused; without keys every client of the server is trusted.
+    Each ``kind`` of blocks has its own stream. With ``keys``, entries need a valid MAC; without, every client of the
+    server is trusted.
 
     Raises:
         InvalidInput: an invalid address.
@@ -102,23 +96,20 @@ class RedisReplicas:
         self._stream = f"skymemory:replicas:{kind}".encode()
         self._life_key = self._stream + b":life"
         self._life: bytes | None = None
-        """Random id of the stream, set by the first replica."""
         self._me = os.urandom(16)
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._entries, self._ttl_s = entries, ttl_s
         self._next = 0
-        """Number of the next own delta to send."""
         self._last = b"0-0"
         self.status = ReplicaStatus()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
     async def start(self) -> None:
-        """Start the background task. The server may still be down."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Try to send pending deltas, then disconnect."""
+        """Send pending deltas, if possible, then disconnect."""
         self._closing = True  # redis-py can swallow a cancellation
         if self._task is not None:
             self._task.cancel()
@@ -147,10 +138,7 @@ class RedisReplicas:
             await asyncio.sleep(pause_s)
 
     async def _check_stream(self) -> None:
-        """Detect a new stream (the server lost its data): read it from its beginning, and send all deltas again.
-
-        Entry ids would not show it: another replica may have started the new stream after our last id.
-        """
+        """Detect that the server lost its data: read and send all again. Entry ids would not show it."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._life_key, os.urandom(16), nx=True)
             pipe.get(self._life_key)
@@ -212,7 +200,7 @@ class RedisReplicas:
 
 
 async def _absorb(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
-    """Absorb deltas in batches; return their number. If unpacking a delta raises, those before it are absorbed."""
+    """Absorb deltas in batches; before an error, the preceding deltas are absorbed."""
     remaining, count = iter(deltas), 0
     while batch := list(islice(remaining, _BATCH)):
         index.absorb(batch)
@@ -241,7 +229,6 @@ def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
 
 
 def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Return the entries of a stream, which redis-py nests differently by protocol version."""
     while found and isinstance(found[0], list):
         found = found[0]
     return [] if found is None else [(number, fields) for number, fields in found]

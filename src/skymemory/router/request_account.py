@@ -1,7 +1,6 @@
-"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens that its response reports.
+"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens of its response.
 
-It never delays the response: entries can be deferred until the response is sent, and token counts are read from copies
-of bytes that were already forwarded.
+It never delays the response: entries can be deferred, and tokens are read from forwarded bytes.
 """
 
 from __future__ import annotations
@@ -17,26 +16,24 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from skymemory.conductor.request import Decision
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
 
 log = logging.getLogger("skymemory.router")
 
 MAX_JSON_BYTES = 1 << 20
-"""Limit up to which a JSON response is searched for its usage."""
 TAIL_BYTES = 8192
-"""Bytes kept of a stream's end: the last event or the event before it carries the usage."""
+"""Bytes kept of a stream's end, which carries the usage."""
 HEAD_BYTES = 2048
-"""Bytes kept of a stream's start, which in Messages carries the prompt's tokens."""
+"""Bytes kept of a stream's start: in Messages, the prompt's tokens."""
 Work = Callable[[], object]
 
 
 class DeferredWork:
-    """Executor that keeps the order of work: at once, or when the event loop is idle (``schedule``)."""
+    """Executor of work in order: at once, or when the event loop is idle."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
-        """Create it. ``on_fault`` is called for each exception: deferred work has no caller to raise to."""
+        """Create it. ``on_fault`` is called for each exception."""
         self.schedule: Callable[[Work], object] | None = None
-        """An event loop's ``call_soon``; None: work runs at once."""
         self._on_fault = on_fault
         self._pending: deque[Work] = deque()
 
@@ -59,25 +56,19 @@ class DeferredWork:
 
 
 class Usage(NamedTuple):
-    """Token counts of a response of any API."""
-
     prompt_tokens: int
     cached_tokens: int | None
-    """Cached tokens of the prompt; None: not reported."""
     output_tokens: int | None = None
 
     def cached_of(self, tokens: int) -> int | None:
-        """Scale the cached tokens to a prompt of ``tokens`` by the router's count.
-
-        The engine counts with its own tokenizer; a router without a tokenizer takes four bytes for a token.
-        """
+        """Scale the cached tokens from the engine's to the router's count of the prompt."""
         if self.cached_tokens is None or not self.prompt_tokens:
             return self.cached_tokens
         return round(self.cached_tokens * tokens / self.prompt_tokens)
 
     @property
     def work(self) -> float | None:
-        """Tokens that the engine computed and generated; None: unknown."""
+        """Tokens computed and generated."""
         if self.output_tokens is None:
             return None
         return float(self.prompt_tokens - (self.cached_tokens or 0) + self.output_tokens)
@@ -86,14 +77,13 @@ class Usage(NamedTuple):
 class RequestAccount:
     """A request in the scheduler's books: begun on construction, moved if another server takes it, ended once.
 
-    Each event counts once, in any order; ``close`` ends what is still open. With ``deferred`` the entries are made
-    after the response: learning a prompt takes as long as picking a server for it.
+    Repeated events do not count.
     """
 
     __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
 
     def __init__(
-        self, scheduler: Scheduler, placement: Placement, now_s: float, deferred: DeferredWork | None = None
+        self, scheduler: Scheduler, placement: ScheduledRequest, now_s: float, deferred: DeferredWork | None = None
     ) -> None:
         self.decision: Decision = placement.prefill
         self._scheduler = scheduler
@@ -112,17 +102,14 @@ class RequestAccount:
         return self._open
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> ScheduledRequest:
         return self._placement
 
     def as_json(self) -> dict[str, object]:
         return self.decision.as_json()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record which server took the request. Return True if the chosen server did not, and therefore failed.
-
-        No cached prefix is assumed on the other server: it is unknown.
-        """
+        """Record the server. Return True if it is not the chosen server; no prefix is assumed there."""
         decision = self.decision
         if not self.waits or server == decision.server:
             return False
@@ -138,7 +125,7 @@ class RequestAccount:
             self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
     def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
-        """Record the end of the response. ``met``: it kept its promise (None: no promise, or unknown)."""
+        """Record the end. ``met``: the promise was kept (None: no promise, or unknown)."""
         cached_tokens = output_tokens = None
         if usage is not None:
             decision, output_tokens = self.decision, usage.output_tokens
@@ -155,13 +142,12 @@ class RequestAccount:
             self._enter(self._scheduler.on_request_end, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
-        """Record a failure before the first byte, which says nothing about the cache."""
         if self.waits:
             self._open = False
             self._enter(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
-        """End what is still open, as failed if there was no first byte."""
+        """End what is open, as failed if there was no first byte."""
         self.failed(now_s)
         self.on_request_end(now_s)
 
@@ -176,20 +162,19 @@ class RequestAccount:
 
 
 class PairAccount(RequestAccount):
-    """A request with separate servers for prefill and decode: two entries in the books, which end independently.
+    """A request with two entries, prefill and decode, which end independently.
 
-    ``decision`` is that of the decode server, which answers. The prefill ends by ``prefilled`` or ``prefill_lost``, or
-    with the request. Decoding begins with ``first_byte``, even before the prefill has ended.
+    ``decision`` is the decode server's. Decoding may begin before the prefill ends.
     """
 
     __slots__ = ("_prefilling",)
 
-    def __init__(self, scheduler: Scheduler, placement: Placement, now_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, placement: ScheduledRequest, now_s: float) -> None:
         super().__init__(scheduler, placement, now_s)
         self._prefilling = True
         self._take(placement)
 
-    def _take(self, placement: Placement) -> None:
+    def _take(self, placement: ScheduledRequest) -> None:
         assert placement.decode is not None
         self._placement, self.decision = placement, placement.decode
 
@@ -198,14 +183,13 @@ class PairAccount(RequestAccount):
         return self._placement.prefill
 
     def as_json(self) -> dict[str, object]:
-        """Return the prefill's decision, with that of the decode server under ``decode``."""
         decode = {key: value for key, value in self.decision.as_json().items() if key in _OF_DECODE}
         tbt_s = self.decision.estimated_tbt_s
         decode["estimated_tbt_s"] = None if tbt_s is None else round(tbt_s, 6)
         return {**self.prefill.as_json(), "decode": decode}
 
     def prefilled(self, now_s: float, usage: Usage | None = None) -> Refusal | None:
-        """Record the prefill server's answer. A refusal ends the request: it may not decode."""
+        """Record the prefill's answer. A refusal ends the request."""
         if not self._prefilling or not self._open:
             return None
         self._prefilling = False
@@ -225,26 +209,26 @@ class PairAccount(RequestAccount):
             self._scheduler.prefill_lost(self._placement, now_s)
 
     def prefill_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """Move the prefill to another server.
+        """Move the prefill.
 
         Raises:
-            NoServer: there is none; nothing has changed.
+            NoServer: nothing has changed.
         """
         assert self._prefilling and self._open
         self._take(self._scheduler.prefill_again(self._placement, now_s, among))
 
     def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """Move the decoding to another server before its first byte.
+        """Move the decoding before its first byte.
 
         Raises:
-            NoServer: there is none; nothing has changed.
+            NoServer: nothing has changed.
         """
         assert self._open
         self._take(self._scheduler.decode_again(self._placement, now_s, self._first, among))
         self._first = False
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
-        """Record that it decodes: its first byte arrived, or the server computes an answer that is not streamed."""
+        """Record the first byte, or that an unstreamed answer is computed."""
         if self.waits:
             self._first = True
             self._scheduler.decoding(self._placement, now_s)
@@ -267,7 +251,7 @@ class PairAccount(RequestAccount):
 
 
 class ObservedPair(PairAccount):
-    """A pair whose steps a sidecar runs: only the answer is observed, and its first byte ends the prefill, too."""
+    """A pair whose steps a sidecar runs: the answer's first byte ends the prefill."""
 
     __slots__ = ()
 
@@ -298,9 +282,7 @@ class _Details(msgspec.Struct):
     cached_tokens: _Count | None = None
 
 
-class _Usage(msgspec.Struct):
-    """Usage in the formats of chat completions, Responses and Messages."""
-
+class _ReportedUsage(msgspec.Struct):
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
@@ -330,11 +312,11 @@ class _Usage(msgspec.Struct):
 
 
 class _Inner(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _ReportedUsage | None = None
 
 
 class _Response(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _ReportedUsage | None = None
     response: _Inner | None = None
     """Field of events of Responses."""
     message: _Inner | None = None
@@ -342,19 +324,16 @@ class _Response(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Response).decode
-_decode_usage = msgspec.json.Decoder(_Usage).decode
+_decode_usage = msgspec.json.Decoder(_ReportedUsage).decode
 _FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
 _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 """Usage in an event longer than the kept tail: the last event of Responses contains the whole answer."""
 
 
 class UsageReader:
-    """Reader of the usage in a response's bytes while they are forwarded."""
-
     __slots__ = ("_head", "_kept", "_tail", "events", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
-        """Keep only uncompressed JSON and event streams."""
         self.streams = content_type.startswith(b"text/event-stream")
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
@@ -364,7 +343,7 @@ class UsageReader:
 
     @property
     def between_events(self) -> bool:
-        """True at the end of an event, at which the router may insert its own event."""
+        """True if the router may insert its own event."""
         return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     def add(self, piece: bytes) -> None:
@@ -395,8 +374,8 @@ class UsageReader:
                 return usage
         return None
 
-    def _first_usage(self) -> _Usage | None:
-        """Return the usage of the first event: in Messages the last event may omit the prompt's tokens."""
+    def _first_usage(self) -> _ReportedUsage | None:
+        """Return the first event's usage: the last event of Messages may omit the prompt's tokens."""
         first = _FIRST_EVENT.search(self._head)
         return None if first is None or b'"message_start"' not in first[1] else _read_usage(first[1])
 
@@ -406,7 +385,7 @@ def usage_in(json: bytes) -> Usage | None:
     return None if raw is None else _checked(raw)
 
 
-def _read_usage(json: bytes) -> _Usage | None:
+def _read_usage(json: bytes) -> _ReportedUsage | None:
     try:
         response = _decode(json)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -417,7 +396,7 @@ def _read_usage(json: bytes) -> _Usage | None:
     return None if inner is None else inner.usage
 
 
-def _last_usage(line: bytes) -> _Usage | None:
+def _last_usage(line: bytes) -> _ReportedUsage | None:
     last = None
     for match in _USAGE.finditer(line):
         last = match[1]
@@ -427,8 +406,7 @@ def _last_usage(line: bytes) -> _Usage | None:
         return None
 
 
-def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
-    """Validate a usage. ``first`` is what an earlier event reported."""
+def _checked(found: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
     prompt, of_prompt, output = found.prompt, found, found.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

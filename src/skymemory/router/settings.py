@@ -1,7 +1,4 @@
-"""Settings of a router: one schema for the TOML file, the flags and the reference page.
-
-``read_settings`` reads a file; flags override it.
-"""
+"""Settings of a router: one schema for the TOML file, the flags and the reference page."""
 
 # ruff: noqa: RUF009 - defaults are frozen values
 
@@ -40,7 +37,6 @@ from skymemory.router.queue import QueueSettings
 ANY_ORIGIN = "*"
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 _SIDECAR_STRATEGY = "least-load"
-"""Fixed strategy: a request's own list of prefill servers leaves no choice."""
 ROLES = (BOTH, PREFILL, DECODE)
 AFTER, OVERLAP = "after", "overlap"
 BY_LOAD, REFUSE = "load", "refuse"
@@ -50,7 +46,7 @@ HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def address(value: object) -> str:
-    """Parse ``http://host:port`` with an optional path, which prefixes requests' paths; drop a trailing ``/v1``."""
+    """Parse ``http://host:port`` with an optional path, a prefix of requests' paths; drop a trailing ``/v1``."""
     url = without_api_path(text(value))
     try:
         parts = urlsplit(url)
@@ -98,7 +94,7 @@ def _check_origin(origin: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PickerSettings:
-    """Settings of `skymemory epp`, in addition to those it shares with `skymemory route`."""
+    """Settings of `skymemory epp` alone."""
 
     listen: str = setting("listen", text, "127.0.0.1:9002", "address for Envoy (gRPC); port 0: any that is free")
     health_listen: str = setting(
@@ -206,8 +202,6 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Division of prompts into blocks, and identification of sessions."""
-
     tokenizer: Path | None = setting(
         "tokenizer", path, None, "a tokenizer.json, or a folder with one: blocks are then counted in tokens, not bytes"
     )
@@ -222,8 +216,6 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on requests, bodies and memory."""
-
     max_body_bytes: int = setting("max_body", size, 16 << 20, "larger bodies are refused: 413")
     max_in_flight: int = setting("max_in_flight", whole_number, 4096, "requests in flight; more are refused: 429")
     max_held_bytes: int = setting(
@@ -246,8 +238,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Timeouts of connections, requests and responses."""
-
     connect_s: float = setting("connect", duration, 2.0, "for a connection to a server")
     first_byte_s: float = setting("first_byte", duration, 600.0, "for the first byte of a response")
     idle_s: float = setting("idle", duration, 120.0, "between two pieces of a response")
@@ -258,8 +248,6 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Front end of `skymemory route`: TLS, API keys and host names."""
-
     tls_cert: Path | None = setting("tls_cert", path, None, "certificate chain (PEM): HTTPS")
     tls_key: Path | None = setting("tls_key", path, None, "its key (PEM)")
     api_keys: Path | None = setting(
@@ -283,8 +271,6 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class CorsSettings:
-    """CORS: web pages that may use the router."""
-
     origins: tuple[str, ...] = setting(
         "origins", texts, (), 'their origins, such as https://app.example; "*": any; empty: none'
     )
@@ -307,8 +293,6 @@ class CorsSettings:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health checks, and polling of metrics and models."""
-
     path: str = setting("path", text, "/health", "of the check; a status from 200 to 299 is healthy")
     every_s: float = setting("every", duration, 2.0, "period of checks")
     timeout_s: float = setting("timeout", duration, 2.0, "for the answer to a check")
@@ -332,7 +316,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retries on other servers: before the first byte of a response, and of streams that break."""
+    """Retries on other servers, and of streams that break."""
 
     most: int = setting(
         "most",
@@ -369,8 +353,6 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """Separate prefill and decode, if backends have roles."""
-
     handover: str = setting(
         "handover",
         handover_word,
@@ -400,7 +382,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPools:
-    """Roles that follow the load, for backends with `elastic`. A server drains before its role changes."""
+    """Roles that follow the load. A server drains before its role changes."""
 
     every_s: float = setting("every", duration, 1.0, "period of measuring the loads")
     smoothing_s: float = setting("smoothing", duration, 20.0, "time constant of the loads")
@@ -414,7 +396,7 @@ class ElasticPools:
 
 @dataclass(frozen=True, slots=True)
 class SidecarSettings:
-    """Settings of `skymemory route` as the sidecar of a decode engine. Requests name their prefill server."""
+    """Settings of `skymemory route` as the sidecar of a decode engine."""
 
     engine: str = setting(
         "engine", text, "", "address of the decode engine, such as http://127.0.0.1:8200; empty: none"
@@ -434,7 +416,7 @@ class SidecarSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Sharing of the prefix index with other routers of the same servers, through Redis."""
+    """Sharing of the prefix index through Redis."""
 
     redis: str = setting("redis", text, "", "a Redis or Valkey server, such as redis://host:6379/0")
     keys: Path | None = setting(
@@ -447,8 +429,6 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """Admission of requests under overload."""
-
     rule: str = setting("rule", text, "all", "all, baseline, early, predicted, goodput")
     ttft_s: float = setting("ttft", duration, 0.0, "promised time to the first token; every rule but all needs it")
     tbt_s: float = setting("tbt", duration, 0.0, "promised time between tokens; measured and counted. 0: none")
@@ -470,8 +450,6 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings of a router."""
-
     backends: tuple[Backend, ...] = ()
     prompts: Prompts = Prompts()
     limits: Limits = Limits()
@@ -488,7 +466,6 @@ class Settings:
     queue: QueueSettings = QueueSettings()
     picker: PickerSettings = PickerSettings()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the strategy."""
     listen: str = setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")
     strategy: str | None = setting("strategy", text, None, "the routing strategy")
     seed: int = setting("seed", whole_number, 0, "of random tie-breaking")
@@ -582,7 +559,6 @@ SECTIONS: Mapping[str, type[Any]] = {
     "cors": CorsSettings,
     "picker": PickerSettings,
 }
-_REMOVED = {"replicas": ("listen", "peers")}
 
 
 def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> Settings:
@@ -600,13 +576,6 @@ def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> 
 
 
 def settings_from(table: Mapping[str, Any]) -> Settings:
-    for name, keys in _REMOVED.items():
-        for key in keys:
-            if key in _table(table.get(name, {}), name):
-                raise InvalidInput(
-                    f"{name}: {key}: this setting was removed; routers share through Redis now: "
-                    "redis = 'redis://HOST:6379/0'"
-                )
     # Each section is a table of its own; the other top-level keys are the router's own settings.
     sections = {name: filled(kind, _table(table.get(name, {}), name), name) for name, kind in SECTIONS.items()}
     options = _table(table.get("options", {}), "options")
@@ -627,7 +596,6 @@ def _table(value: object, name: str) -> Mapping[str, Any]:
 
 
 def _backend(value: object) -> Mapping[str, Any]:
-    """Return a backend's table; a plain string is its address."""
     return {"url": value} if isinstance(value, str) else _table(value, "backends")
 
 
@@ -640,10 +608,10 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_cost(file: Path) -> CostModel:
-    """Return the cost model in ``file`` (JSON or TOML), or the preset of that name if there is no such file.
+    """Return the cost model in ``file`` (JSON or TOML), or the preset of that name.
 
     Raises:
-        InvalidInput: an unreadable file, or no cost model.
+        InvalidInput: unreadable, or no cost model.
     """
     if str(file) in PRESETS and not file.exists():
         return PRESETS[str(file)]

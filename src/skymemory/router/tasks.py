@@ -1,4 +1,4 @@
-"""Background tasks: cancellation, and watching files that change while the router runs."""
+"""Background tasks, and watched files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 LOOK_S = 1.0
-"""Period of checking watched files."""
 Stamp = tuple[int, int, int]
 """Modification time, size and inode (a replaced file has another)."""
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """Cancel and await tasks; their exceptions are dropped."""
+    """Cancel and await tasks; drop their exceptions."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()
@@ -22,10 +21,7 @@ async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
 
 
 async def follow(files: Callable[[], Iterable[Path]], changed: Callable[[], None]) -> None:
-    """Call ``changed`` whenever one of ``files`` has changed.
-
-    The list is evaluated each time. A file that is new in it is not reported: it was read with the settings.
-    """
+    """Call ``changed`` after a change. ``files`` is called each time; new files are not reported."""
     known = {file: _stamp_or_none(file) for file in files()}
     while True:
         await asyncio.sleep(LOOK_S)

@@ -21,13 +21,13 @@ CERTIFICATE_DAYS = 365
 
 
 class Certificate:
-    """Certificate of the HTTP proxy. It is reloaded without a restart: new connections use the new certificate."""
+    """Certificate of the HTTP proxy, reloaded for new connections."""
 
     def __init__(self, chain: Path, key: Path) -> None:
         """Load the certificate.
 
         Raises:
-            InvalidInput: an unreadable file, no PEM, or another certificate's key.
+            InvalidInput: unreadable, no PEM, or another certificate's key.
         """
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -41,7 +41,6 @@ class Certificate:
 
     @staticmethod
     def check(chain: Path, key: Path) -> None:
-        """Raise what ``load`` would raise, without changing anything."""
         _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, key)
 
 
@@ -57,38 +56,33 @@ def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
 
 
 class Access(NamedTuple):
-    """TLS context and API key for requests to a server."""
-
     tls: ssl.SSLContext | None = None
-    """None: plain HTTP."""
     key: str = ""
-    """Key sent with every request; empty: none."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the router's own requests, such as health checks."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
 class Authorities:
-    """TLS contexts for requests to servers: one per file of certificates, and the system's."""
+    """TLS contexts by file of certificates, and the system's."""
 
     def __init__(self) -> None:
         self._known: dict[Path | None, tuple[Stamp | None, ssl.SSLContext]] = {}
 
     def access(self, url: str, ca: Path | None, key_file: Path | None) -> Access:
-        """Return the access to the server at ``url``, by the current content of the files.
+        """Return the access by the current files.
 
         Raises:
-            InvalidInput: ``ca`` is unreadable or has no certificate; ``key_file`` is unreadable or has no key.
+            InvalidInput: ``ca`` has no readable certificate, or ``key_file`` no key.
         """
         return Access(self.context(url, ca), "" if key_file is None else _key_in(key_file))
 
     def context(self, url: str, ca: Path | None) -> ssl.SSLContext | None:
-        """Return the context for the server at ``url``, the same until the file changes; None for plain HTTP.
+        """Return the context, the same until the file changes; None for plain HTTP.
 
         Raises:
-            InvalidInput: ``ca`` is unreadable, or has no certificate.
+            InvalidInput: ``ca`` has no readable certificate.
         """
         if not url.startswith("https:"):
             return None
@@ -118,7 +112,7 @@ def _key_in(file: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PemCertificate:
-    """PEM data. With ``clients_ca``, clients need a certificate of that authority."""
+    """PEM data. With ``clients_ca``, clients need its certificate."""
 
     chain: bytes
     key: bytes
@@ -148,10 +142,7 @@ def grpc_context(certificate: PemCertificate) -> ssl.SSLContext:
 
 
 def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCertificate:
-    """Return a self-signed certificate for ``names`` (host names or addresses).
-
-    It is enough for gateways of the inference extension, which do not verify the picker's name.
-    """
+    """Return a self-signed certificate, enough for gateways that do not verify the picker's name."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -187,10 +178,10 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
 
 
 def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> PemCertificate:
-    """Read a certificate from PEM files.
+    """Read PEM files.
 
     Raises:
-        InvalidInput: an unreadable file, or no PEM.
+        InvalidInput: unreadable, or no PEM.
     """
     parts = []
     for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):

@@ -1,4 +1,4 @@
-"""The request queue with a clock: calls waiting requests when a server has room, and refuses late requests."""
+"""The request queue with a clock."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from typing import Protocol
 
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Refusal
-from skymemory.router.queue import Entry, RequestQueue, work_of
+from skymemory.router.queue import QueueEntry, RequestQueue, work_of
 
 LOOK_S = 0.25
-"""Period of checking for room while requests wait. Only the end of a request triggers a check at once."""
+"""Period of checking for room; only a request's end triggers a check at once."""
 
 
 class Waiter(Protocol):
     """Handler of a waiting request: called once, or turned away once, or it leaves."""
 
-    def called(self, now_s: float) -> None:
-        """Send the request now: a server has room."""
-        ...
+    def called(self, now_s: float) -> None: ...
 
     def turned_away(self, refusal: Refusal) -> None: ...
 
 
 class WaitingRoom:
-    """Queue of waiting requests, bound to an event loop."""
-
     def __init__(
         self,
         queue: RequestQueue,
@@ -36,11 +32,11 @@ class WaitingRoom:
         settle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the waiting room of a queue.
+        """Create the waiting room.
 
         Args:
-            has_room: returns True if a server (of a subset, if not None) has room for a request.
-            settle: makes the deferred account entries, so that the room taken by a called request counts.
+            has_room: returns True if a server (of a subset, if not None) has room.
+            settle: makes deferred entries, so that the room taken by a called request counts.
         """
         self.queue = queue
         self._has_room = has_room
@@ -55,10 +51,10 @@ class WaitingRoom:
 
     def wait(
         self, waiter: Waiter, request: Request, size_bytes: int, among: frozenset[str] | None = None
-    ) -> Entry | Refusal:
-        """Queue a request, which may be called before this returns. ``among``: the servers it may go to; None: all."""
+    ) -> QueueEntry | Refusal:
+        """Queue a request, which may be called before this returns. ``among``: servers it may go to; None: all."""
         now_s = self._clock()
-        entry = Entry(
+        entry = QueueEntry(
             request,
             work_of(request),
             size_bytes,
@@ -75,11 +71,10 @@ class WaitingRoom:
         self.poll()
         return entry
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         self.queue.cancel(entry)
 
     def poll(self) -> None:
-        """Refuse requests past their deadline, and call those for which a server has room."""
         queue = self.queue
         if self._looking or (not len(queue) and self._timer is None):
             return
@@ -110,6 +105,6 @@ class WaitingRoom:
         if len(self.queue):
             self.poll()
 
-    def _fits(self, entry: Entry) -> bool:
+    def _fits(self, entry: QueueEntry) -> bool:
         among: frozenset[str] | None = entry.group[2]  # type: ignore[index]
         return self._has_room(entry.request, among)

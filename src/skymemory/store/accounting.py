@@ -1,7 +1,6 @@
-"""Accounting of stores with a byte budget: sizes, leases, pins, reservations and eviction, independent of the medium.
+"""Accounting of stores with a byte budget, on any medium.
 
-``PrefixOrder`` says which entries may be evicted; a policy (``eviction``) chooses the next victim. ``Inventory`` counts
-bytes. ``BudgetedStore`` implements the contract on top. ``Deadlines`` holds the expiry times of keys.
+``PrefixOrder`` knows what may be evicted, a policy (``eviction``) picks the next, ``Inventory`` counts bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
         self._heap: list[tuple[float, bytes]] = []
-        """Entries that differ from ``_until_s`` are stale."""
+        """Heap, with stale entries."""
         self.next_s = math.inf
         """Lower bound of all expiry times."""
 
@@ -64,11 +63,9 @@ class Deadlines:
         self._until_s.pop(key, None)
 
     def of(self, key: bytes) -> float:
-        """Return the expiry time of ``key``; infinite if it has none."""
         return self._until_s.get(key, math.inf)
 
     def pop_expired(self, now_s: float) -> list[bytes]:
-        """Forget and return the expired keys, each once."""
         expired = []
         while self._heap and self._heap[0][0] <= now_s:
             end_s, key = heapq.heappop(self._heap)
@@ -80,7 +77,7 @@ class Deadlines:
 
 
 REMEMBERED = 16_384
-"""Limit of absent keys with a remembered predecessor: those of prompts being computed. About 4 MB when full."""
+"""Limit of absent keys with a remembered predecessor: about 4 MB."""
 
 
 class _Node:
@@ -100,8 +97,7 @@ class PrefixOrder:
     """Order of the keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present
     key.
 
-    Calls cost O(1) per key named; but a key that gets its predecessor after its successors takes, once, a step for each
-    key before it.
+    O(1) per key, but a late predecessor costs, once, a step for each key before it.
     """
 
     def __init__(self, set_evictable: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
@@ -115,7 +111,7 @@ class PrefixOrder:
         return len(self._nodes)
 
     def learn(self, keys: Sequence[bytes]) -> None:
-        """Learn that ``keys`` follow one another. Known predecessors stay: a key has one prefix."""
+        """Learn that ``keys`` follow one another; known predecessors stay."""
         for before, key in pairwise(keys):
             node = self._nodes.get(key)
             if node is None:
@@ -142,17 +138,14 @@ class PrefixOrder:
             self._before.popitem(last=False)
 
     def before(self, key: bytes) -> bytes | None:
-        """Return the predecessor; None at the start of a chain, or if unknown."""
         node = self._nodes.get(key)
         return self._before.get(key) if node is None else node.before
 
     def depth(self, key: bytes) -> int:
-        """Return the number of keys before ``key``, as known when it was added."""
         node = self._nodes.get(key)
         return 0 if node is None else node.depth
 
     def added(self, key: bytes) -> None:
-        """Record that ``key`` is present; evictable, unless ``set_evictable`` says otherwise."""
         node = self._nodes.get(key)
         if node is None:
             node = self._new(key, ())
@@ -172,13 +165,11 @@ class PrefixOrder:
             self._forget(key, node)
 
     def hold(self, key: bytes) -> None:
-        """Protect ``key``, present or absent, and the keys before it from eviction, until as many ``free`` calls."""
+        """Protect ``key``, present or not, and the keys before it, until as many ``free`` calls."""
         self._hold_chain(key, set())
 
     def _hold_chain(self, key: bytes, made: set[bytes]) -> None:
-        """Hold ``key`` and its predecessors. ``made``: keys whose nodes this call created, which must not precede each
-        other.
-        """
+        """Hold ``key`` and its predecessors; nodes in ``made`` must not precede each other."""
         current: bytes | None = key
         while current is not None:
             node = self._nodes.get(current)
@@ -224,23 +215,21 @@ class PrefixOrder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """Entry of one value, equal only to itself: a value stored again under the key has another entry."""
+class StoredEntry:
+    """Entry of one value, equal only to itself."""
 
     size_bytes: int
 
 
 class Inventory:
-    """Entries of a store, without I/O and clock. The caller holds a lock around every call.
-
-    Raises:
-        InvalidInput: no such policy.
+    """Entries of a store, without I/O and clock; InvalidInput for an unknown policy. The caller holds a lock around
+    every call.
     """
 
     def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self.entries: dict[bytes, Entry] = {}
+        self.entries: dict[bytes, StoredEntry] = {}
         self.order = PrefixOrder(self._set_evictable)
         self.kept: set[bytes] = set()
         """Keys of a later release's values: neither read nor replaced, but counted."""
@@ -249,18 +238,14 @@ class Inventory:
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._leases: dict[LoadTicket, list[bytes]] = {}
-        """Keys protected by each open load."""
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
         self._reserved_bytes = 0
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
-        """Heap of ticket ends, numbered, with weak references so that ended tickets (stale entries) keep no values in
-        memory.
-        """
+        """Heap; weak references keep no values of ended tickets in memory."""
         self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
-        """Heap of the ends of pins; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
         self.lifetimes = Deadlines()
 
@@ -277,20 +262,19 @@ class Inventory:
     # --- entries ---
 
     def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
-        """Enter a value. It replaces an earlier value, whose pin and lifetime end; a known place stays."""
+        """Enter a value; ends the pin and lifetime of the value it replaces."""
         self._unpin(key)
         self.lifetimes.forget(key)
         if place is not None:
             self._places[key] = place
         old = self.entries.get(key)
         self.used_bytes += size_bytes - (old.size_bytes if old else 0)
-        self.entries[key] = Entry(size_bytes)
+        self.entries[key] = StoredEntry(size_bytes)
         self._policy.on_store_or_touch(key)
         if old is None:
             self.order.added(key)
 
     def keep(self, key: bytes, size_bytes: int) -> None:
-        """Enter a later release's value: it counts, and is never read, replaced or evicted."""
         self.kept.add(key)
         self.used_bytes += size_bytes
 
@@ -308,25 +292,23 @@ class Inventory:
         return True
 
     def evict(self, victim: bytes) -> None:
-        """Remove a victim named by ``in_the_way`` or ``over_budget``."""
         self.used_bytes -= self.entries.pop(victim).size_bytes
         self.lifetimes.forget(victim)
         self.order.removed(victim)
         self._policy.on_removal(victim, evicted=True)
 
     def take_place(self, key: bytes) -> Place | None:
-        """Forget and return the place of an evicted block; None if unknown."""
         return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count a use. Return the present keys, the most recently used (the first of ``keys``) last."""
+        """Count a use. Return the present keys, the first of ``keys`` last."""
         used = [key for key in reversed(keys) if key in self.entries]
         for key in used:
             self._policy.on_use(key)
         return used
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Mark as recent without counting a use, the first as the most recent. Returns as ``use`` does."""
+        """Mark as recent without counting a use. Return as ``use``."""
         touched = [key for key in reversed(keys) if key in self.entries]
         for key in touched:
             self._policy.on_store_or_touch(key)
@@ -335,30 +317,22 @@ class Inventory:
     # --- tickets ---
 
     def open_load(self, keys: Sequence[bytes], now_s: float, lease_s: float) -> LoadTicket:
-        """Lease those of ``keys`` that are present. Raises InvalidInput for anything that is not a key."""
         ticket = LoadTicket(check_keys(keys), now_s + lease_s)
         self._loads.add(ticket, now_s)
         self.lease(ticket)
         return ticket
 
     def take_load(self, ticket: LoadTicket) -> None:
-        """Take the load for completion; InvalidInput unless open. Its lease lasts until ``end_lease``."""
         self._loads.take(ticket)
 
     def close_load(self, ticket: LoadTicket) -> None:
-        """End a load that is abandoned or complete."""
         self._loads.discard(ticket)
         self.end_lease(ticket)
 
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool]]:
-        """Reserve room; return, per item, True if there is room.
-
-        Raises:
-            InvalidInput: an invalid item.
-            ValueTooLarge: a value that the budget could never hold.
-        """
+        """Reserve room; True per item if granted. Raises ValueTooLarge for a value beyond the budget."""
         items = check_items(items)
         for _, value in items:
             if (size_bytes := size_of(value)) > self.budget_bytes:
@@ -372,9 +346,7 @@ class Inventory:
         return ticket, granted
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Take the store for completion; InvalidInput unless open. Return, per item, True if its room is still
-        reserved.
-        """
+        """Take the store for completion; True per item if its room is still reserved."""
         self._stores.take(ticket)
         if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
             return list(ticket.state)
@@ -387,7 +359,6 @@ class Inventory:
     # --- leases and pins ---
 
     def lease(self, ticket: LoadTicket) -> None:
-        """Protect the present keys until ``end_lease``, or until the ticket expires."""
         self.order.learn(ticket.keys)
         self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
         for key in self._leases[ticket]:
@@ -436,9 +407,7 @@ class Inventory:
     # --- reservations and eviction ---
 
     def reserve(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Reserve room until ``end_store``, or until the ticket expires; return, per item, True if there is room.
-        Victims stay until ``in_the_way`` names them, so a failed store costs nothing.
-        """
+        """Reserve room, evicting nothing yet; True per item if granted."""
         self._expire(now_s)
         self._learn(ticket)
         room: list[tuple[bytes, int]] = []
@@ -465,7 +434,6 @@ class Inventory:
         self.order.hold(item[0])
 
     def _learn(self, ticket: StoreTicket) -> None:
-        """Learn each item's predecessor: from its writer, or else the previous item."""
         above: bytes | None = None
         for (key, _), place in zip(ticket.items, ticket.places, strict=True):
             before = above if place is None else place.parent
@@ -474,9 +442,7 @@ class Inventory:
             above = key
 
     def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
-        """Return how many of the first reserved items (with sizes) fit, and the victims to ``evict`` before, in order.
-        Not all fit if victims were leased or pinned meanwhile.
-        """
+        """Return how many of the first items fit, and the victims to ``evict`` first."""
         # A chain's first blocks are worth most, so the last items are left out first.
         for count in range(len(items), 0, -1):
             sizes = dict(items[:count])
@@ -488,12 +454,12 @@ class Inventory:
         return 0, []
 
     def victims_for(self, size_bytes: int) -> list[bytes] | None:
-        """Return victims to ``evict``, in order, that free ``size_bytes`` at any budget; None if too few do."""
+        """Return victims to ``evict`` that free ``size_bytes``; None if too few exist."""
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Return victims to ``evict`` for a value put immediately after, its key held until ``order.free``. None: it
-        needs a ticket, because there is no room or others have reservations.
+        """Return victims to ``evict`` for a value put next; its key is held until ``order.free``. None: it needs a
+        ticket.
         """
         if self._reservations or key in self.kept:
             return None
@@ -512,14 +478,10 @@ class Inventory:
         return victims  # held, because a free key would lose its known predecessor before it is put
 
     def over_budget(self, now_s: float) -> list[bytes]:
-        """Return victims to ``evict``, in order, to get below the budget as far as possible."""
         self._expire(now_s)
         return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
 
     def _is_room(self, size_bytes: int, behind: bytes | None = None) -> bool:
-        """Return True if ``size_bytes`` beyond the reservations can be freed, sparing ``behind`` and the keys before
-        it.
-        """
         if behind is not None:
             self.order.hold(behind)
         victims = self._victims(self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes)
@@ -528,9 +490,6 @@ class Inventory:
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
-        """Return victims, in order, that free ``excess_bytes``. If too few exist: None, or with ``partly`` all of
-        them.
-        """
         victims: list[bytes] = []
         while excess_bytes > 0:
             victim = self._policy.victim()
@@ -574,9 +533,7 @@ def size_of(value: Buffer) -> int:
 
 
 class BudgetedStore(TwoPhase):
-    """Store over an ``Inventory``; subclasses hold the values. Calls take the lock, and raise InvalidInput once
-    closed.
-    """
+    """Store over an ``Inventory``; subclasses hold the values. Calls raise InvalidInput once closed."""
 
     def __init__(
         self, name: str, inventory: Inventory, lease_s: float, clock: Callable[[], float], counters: Counters
@@ -628,7 +585,6 @@ class BudgetedStore(TwoPhase):
             self._inventory.close_load(ticket)
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        """Reserve room. Victims stay until ``complete_store`` has the values to replace them."""
         with self._open():
             ticket, granted = self._inventory.open_store(items, places, self._clock(), self._lease_s, self._name)
             self._counters.add("refused", granted.count(False))
@@ -641,7 +597,7 @@ class BudgetedStore(TwoPhase):
             return [self._inventory.pin(key, now_s + ttl_s, now_s) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values (``base.Expiring``), despite leases and pins."""
+        """Expire values, despite leases and pins."""
         keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
         with self._open():
             return [self._promise(key, ttl_s) for key in keys]
@@ -662,7 +618,6 @@ class BudgetedStore(TwoPhase):
         raise TypeError(f"{type(self).__name__} does not define _end")
 
     def names(self) -> list[NamedValue]:
-        """List named values (``named.Listing``); reads the start of every value, without the lock."""
         with self._open():
             keys = list(self._inventory.entries)
         values = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
@@ -673,7 +628,6 @@ class BudgetedStore(TwoPhase):
             return list(self._inventory.entries)
 
     def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
-        """Return at most ``size_bytes`` of a value; empty if removed or unreadable."""
         raise TypeError(f"{type(self).__name__} does not define _beginning")
 
     def stats(self) -> dict[str, int | float]:
@@ -687,7 +641,7 @@ class BudgetedStore(TwoPhase):
             }
 
     def _open(self) -> OwnLock:
-        """Return the lock for a ``with`` statement, after removing expired values; InvalidInput once closed."""
+        """Remove expired values and return the lock."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         lifetimes = self._inventory.lifetimes

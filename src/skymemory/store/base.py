@@ -1,25 +1,19 @@
 """Contract of every tier: batches of 32-byte keys and byte values; loads and stores in two phases.
 
-One contract suite (``tests/contract/store_contract.py``) runs over every implementation. Rules for all of them:
+``tests/contract/store_contract.py`` checks every implementation.
 
-- **Keys** are ``bytes`` of length 32 (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
-- **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later key. Eviction takes the
-  last blocks of a chain first, so that presence stays prefix-closed.
-- **The writer gives places**: ``places`` holds, per item, the block's depth in its prompt and the previous block. It is
-  None (or ``places`` is empty) if that is unknown or the value is not a block. Places only make an index faster:
-  results never depend on them, and never on earlier calls.
-- **A miss is a value.** Absent, evicted, corrupt and unreachable all return ``None``; ``complete_load`` raises for none
-  of them. The reason is in the ticket's report and a counter in ``stats()``.
-- **Views are snapshots.** A returned view never changes while the caller holds it, even if its key is put, deleted or
-  evicted. ``release(ticket)`` says that the caller has copied what it needs; only then is the memory under the views
-  reused.
-- **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
+- **Keys** are 32 ``bytes`` (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
+- **Order matters.** Keys form a chain: eviction takes its last blocks first, so that presence stays prefix-closed.
+- **Places** (a block's depth and predecessor; None if unknown) only make an index faster: results never depend on them.
+- **A miss is a value.** Absent, evicted, corrupt and unreachable all return None; ``complete_load`` raises for none of
+  them. The ticket's report has the reason, ``stats()`` a counter.
+- **Views are snapshots.** A returned view never changes, even if its key is put, deleted or evicted, until
+  ``release(ticket)``.
+- **Values are copied.** After ``complete_store`` the caller may change what it passed in.
 - **No needless eviction.** If eviction cannot make room for a value, nothing is evicted for it.
-- **A lease protects.** The keys that were present at ``prepare_load`` are not evicted until ``complete_load``,
-  ``release`` or the end of the lease. Keys being stored are protected between the two phases of a store. Two tiers
-  promise less. Redis evicts by its own rules and leases nothing. Satellites get the lease in one unacknowledged packet
-  and lease at most a quarter of their memory: a value that does not fit, or whose packet was lost, may be evicted. Both
-  cases are a miss of that load.
+- **A lease protects** the keys present at ``prepare_load`` from eviction until ``complete_load``, ``release`` or its
+  end; keys being stored are protected between the phases. Exceptions, which cost a miss: Redis leases nothing;
+  satellites lease at most a quarter of their memory, by one unacknowledged packet.
 """
 
 from __future__ import annotations
@@ -47,21 +41,20 @@ if TYPE_CHECKING:
 
 
 Buffer = bytes | bytearray | memoryview
-"""Types of a value; always C-contiguous bytes."""
+"""Types of a value; always C-contiguous."""
 
 Places = Sequence[Place | None]
-"""Place of each item in its prompt; empty if unknown for all."""
 
 KEY_BYTES = 32
 LEASE_S = 30.0
-"""Longest protection by a lease: a client that died must not pin memory forever."""
+"""Longest lease: a client that died must not pin memory forever."""
 
 ABANDONED_S = 10 * LEASE_S
-"""Time after its lease in which a ticket may still be completed (as a miss, or not stored)."""
+"""Time after its lease in which a ticket may still be completed."""
 
 
 class Presence(enum.Enum):
-    """Presence of a key. PENDING: a store of it has begun but not ended; a load now is a miss."""
+    """Presence of a key. PENDING: being stored; a load now misses."""
 
     MISS = 0
     HIT = 1
@@ -70,20 +63,18 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """Source of one key's value. On a miss, ``tier`` is empty and ``size_bytes`` is 0."""
+    """Source of one key's value. On a miss, ``tier`` is empty and ``size_bytes`` 0."""
 
     tier: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
     retransmitted: int = 0
     reason: str = ""
-    """Reason of a miss: "absent", "corrupt", "unreachable" …; empty on a hit."""
+    """Reason of a miss: "absent", "corrupt", "unreachable" …"""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Report of one load, in the order of its keys."""
-
     keys: tuple[KeyReport, ...]
     seconds: float
 
@@ -102,14 +93,13 @@ class LoadTicket:
 
     keys: tuple[bytes, ...]
     expires_s: float
-    """Time on the store's own clock."""
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
     rows: Sequence[Rows | None] = field(default=(), repr=False)
-    """Destination of each value, set before ``complete_load``; a tier may receive the value there."""
+    """Destination of each value; a tier may receive the value there."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """CRC-32, by position, of the values received undamaged in their rows; ``complete_load`` returns only their heads.
-    Rows of other values may be overwritten all the same.
+    """CRC-32, by position, of values received undamaged in their rows, of which only the heads are returned. Other rows
+    may be overwritten too.
     """
 
 
@@ -123,9 +113,9 @@ class StoreTicket:
     state: object = field(default=None, repr=False)
     places: tuple[Place | None, ...] = ()
     unanswered: frozenset[bytes] = frozenset()
-    """Keys not stored because no answer came; they were not refused."""
+    """Keys that failed without an answer."""
     reason: str = ""
-    """Reason, in words for users, why some items are not stored; else, or if unknown, empty."""
+    """Reason in words for users if some items are not stored; empty if unknown."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -147,13 +137,13 @@ class Store(Protocol):
 
     @property
     def leases(self) -> bool:
-        """Return True if leases always protect: what is present at a load's start is present at its completion."""
+        """Return True if leases always protect."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are all present (HIT); later holes do not matter."""
+        """Return the number of leading keys that are all present."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease ``keys``: those present stay until the load completes. Keys may repeat."""
+        """Lease ``keys``, which may repeat."""
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         """Return read-only views in the order of ``ticket.keys``, None for a miss; set ``ticket.report``.
@@ -163,17 +153,14 @@ class Store(Protocol):
         """
 
     def release(self, ticket: LoadTicket) -> None:
-        """End a lease, or the use of the views of a completed load. May be called again."""
+        """End a lease, or the use of a load's views. May be called again."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         """Reserve room. Raises ValueTooLarge, with the limit, for a value that can never fit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        """Return, per item, True if it is stored and acknowledged. False: no room, or no answer
-        (``ticket.unanswered``).
-
-        Raises:
-            InvalidInput: the ticket was completed before, or belongs to another store.
+        """Return True per item if stored and acknowledged. False: no room, or no answer (``ticket.unanswered``). Raises
+        as ``complete_load``.
         """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -189,8 +176,8 @@ class Store(Protocol):
         """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Remove values despite leases and pins; returned views stay valid. Per key: True if it was present and can no
-        longer be read, False if absent, None if unknown because a holder did not answer.
+        """Remove values despite leases and pins. True: was present, can no longer be read; False: absent; None: a
+        holder did not answer.
         """
 
     def stats(self) -> dict[str, int | float]:
@@ -202,8 +189,7 @@ class Store(Protocol):
     def close(self) -> None:
         """Free all resources. May be called again; other calls then raise InvalidInput."""
 
-    def __enter__(self) -> Self:
-        """Return the store; ``with open_store(...) as store:`` closes it."""
+    def __enter__(self) -> Self: ...
 
     def __exit__(self, *raised: object) -> None: ...
 
@@ -213,13 +199,11 @@ class Prefetching(Protocol):
     """Optional interface: move values in advance to where they will be needed."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """Move the values of ``keys`` near before the time ``at`` (Unix seconds, the store's clock). Per key: True if
-        its value will be near; False if it is absent, or could not be moved and stays in its place.
-        """
+        """Move values near before ``at`` (Unix seconds). False: absent, or not moved."""
 
 
 def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
-    """Call ``prefetch`` of any tier; in a tier without distances, every present value is near."""
+    """Prefetch in any tier; without distances, every present value is near."""
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
@@ -230,8 +214,8 @@ class Evicting(Protocol):
     """Optional interface: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Callback with key, value and place (None: unknown) during an eviction, with the tier's lock held: it must be
-    quick and must not call the tier. Not called for values deleted, replaced or lost by closing.
+    """Callback with key, value and place, under the tier's lock: it must be quick and must not call the tier. Not for
+    values deleted, replaced or lost by closing.
     """
 
 
@@ -248,22 +232,20 @@ class Lasting(Expiring, Protocol):
     """Optional interface: report lifetimes. A new value under the same key has none."""
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Return the seconds until each value expires; infinite if it never does, or is absent."""
+        """Return the seconds until each value expires; infinite if never, or absent."""
 
 
 @runtime_checkable
 class Keeping(Protocol):
-    """Optional interface: know the values of a later release, which are neither read nor overwritten."""
+    """Optional interface: know a later release's values, which are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True per key if a later release's value was seen under it. Asks no server."""
+        """Return True per key if such a value was seen. Asks no server."""
 
 
 @runtime_checkable
 class AtOnce(Protocol):
-    """Optional interface: answer without waiting for a disk or another thread, so that a caller that must not be
-    blocked needs no thread for the call.
-    """
+    """Optional interface: answer without blocking."""
 
     def at_once(self) -> AbstractContextManager[bool]:
         """Hold the store. If this yields True, lookups, leases, estimates and ``release`` do not block."""
@@ -273,13 +255,11 @@ class AtOnce(Protocol):
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
-    """Call ``keeps`` of any tier; False for all keys if the tier lacks it."""
+    """Call ``keeps`` of any tier; False if it lacks it."""
     return store.keeps(keys) if isinstance(store, Keeping) else [False] * len(keys)
 
 
 class TwoPhase:
-    """Base of all implementations: ``get_many`` and ``put_many`` from the two phases, and ``with``."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -309,7 +289,7 @@ class TwoPhase:
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return ``keys`` as a tuple; raise InvalidInput unless each is 32 bytes."""
+    """Return a tuple; InvalidInput unless each key is 32 bytes."""
     for key in keys:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             actual = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
@@ -318,9 +298,7 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """Return ``items`` as a tuple; raise InvalidInput unless each is a valid key and contiguous bytes. Empty views
-    become ``b""``, because a view with a zero in its shape cannot be cast.
-    """
+    """Return a tuple; InvalidInput for a bad item. Empty views become ``b""``: a zero in a shape cannot be cast."""
     check_keys([key for key, _ in items])
     return tuple([(key, _check_value(value)) for key, value in items])
 
@@ -340,7 +318,6 @@ def _check_value(value: Buffer) -> Buffer:
 
 
 def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[Place | None, ...]:
-    """Return ``places`` as a tuple with an entry per item; else raise InvalidInput."""
     if places and len(places) != len(items):
         raise InvalidInput(f"{len(places)} places for {len(items)} items: expected one for each, or none at all")
     for place in places:
@@ -350,7 +327,6 @@ def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple
 
 
 def check_ttl(ttl_s: float) -> float:
-    """Return ``ttl_s``; raise InvalidInput for NaN."""
     if math.isnan(ttl_s):
         raise InvalidInput(f"a time of {ttl_s} s: expected a number of seconds, or math.inf for no limit")
     return ttl_s
@@ -360,26 +336,25 @@ _Ticket = TypeVar("_Ticket", LoadTicket, StoreTicket)
 
 
 class OpenTickets(Generic[_Ticket]):
-    """Open loads, or open stores, of one store; each ticket is taken once. Thread-safe; takes no other lock."""
+    """Open loads or stores of one store; each ticket is taken once. Thread-safe; takes no other lock."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[_Ticket, None] = OrderedDict()
         self._ending: set[_Ticket] = set()
         self._late: WeakSet[_Ticket] = WeakSet()
-        """Dropped tickets. Their callers may still complete them: a clock may have been set."""
+        """Dropped tickets, which may still be completed: a clock may have been set."""
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """Add a ticket; drop tickets not completed long after their lease, so that they keep no values in memory."""
+        """Add a ticket; drop abandoned tickets, which would keep values in memory."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._open[ticket] = None
 
     def _drop_abandoned(self, now_s: float) -> None:
-        """Drop tickets from the front up to the first that is not abandoned, which moves to the end."""
         while self._open:
             ticket = next(iter(self._open))
             if ticket.expires_s + ABANDONED_S >= now_s:
@@ -389,7 +364,7 @@ class OpenTickets(Generic[_Ticket]):
             self._late.add(ticket)
 
     def take(self, ticket: _Ticket) -> None:
-        """Take the ticket for its only completion. Raises InvalidInput if it is not open."""
+        """Take the ticket for its only completion; InvalidInput unless open."""
         with self._lock:
             if ticket not in self._open and ticket not in self._late:
                 kind = "load" if isinstance(ticket, LoadTicket) else "store"
@@ -399,7 +374,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def ending(self, ticket: _Ticket) -> Iterator[None]:
-        """Take the ticket, but count it as open until the ``with`` block ends."""
+        """Take the ticket, but count it as open inside ``with``."""
         with self._lock:
             self._ending.add(ticket)  # add before taking, so that the ticket is always in one of the sets
         try:
@@ -411,7 +386,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
-        """Count a ticket that begins and ends inside the ``with`` block."""
+        """Count a ticket that begins and ends inside ``with``."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._ending.add(ticket)
@@ -427,7 +402,6 @@ class OpenTickets(Generic[_Ticket]):
             self._late.discard(ticket)
 
     def holding(self, now_s: float) -> list[_Ticket]:
-        """Return the tickets with an unexpired lease."""
         with self._lock:
             return [ticket for ticket in set(self._open) | self._ending if ticket.expires_s > now_s]
 
@@ -439,12 +413,10 @@ class OpenTickets(Generic[_Ticket]):
 
 
 _LEARN_FROM_BYTES = 1 << 20
-"""Least load to learn from: a smaller load measures the call or a round trip, not the medium."""
+"""Least load to learn from: a smaller load measures a round trip, not the medium."""
 
 
 class ReadRate:
-    """Read rate of a tier, learned from its loads: a moving average, with weight 1/4 for the last."""
-
     def __init__(self, bytes_per_s: float = 1e9) -> None:
         self.bytes_per_s = bytes_per_s
 
@@ -454,7 +426,7 @@ class ReadRate:
 
 
 class RemoteStore(TwoPhase):
-    """Base of stores with values in other processes: tickets reserve nothing, and each call is checked first."""
+    """Base of stores with values in other processes: tickets reserve nothing."""
 
     def __init__(self, name: str, now_s: Callable[[], float]) -> None:
         self._name = name
@@ -471,7 +443,6 @@ class RemoteStore(TwoPhase):
 
     @property
     def leases(self) -> bool:
-        """Return False: Redis leases nothing, and satellites lease only a part of their memory."""
         return False
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
@@ -486,7 +457,6 @@ class RemoteStore(TwoPhase):
         return ticket
 
     def _store_ticket(self, items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[StoreTicket, float]:
-        """Return a ticket that is not open yet, and the time."""
         items = check_items(items)
         self._check(())
         for _, value in items:
@@ -494,8 +464,7 @@ class RemoteStore(TwoPhase):
         now_s = self._clock()
         return StoreTicket(items, now_s + LEASE_S, places=check_places(items, places)), now_s
 
-    def _check_size(self, size_bytes: int) -> None:
-        """Raise ValueTooLarge for a value that can never fit."""
+    def _check_size(self, size_bytes: int) -> None: ...
 
     def _pending(self) -> set[bytes]:
         return {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
@@ -510,13 +479,11 @@ class RemoteStore(TwoPhase):
 
 _KEPT_BUFFERS = 4
 ALIGNED = 64
-"""Alignment of values in bytes. ``malloc`` aligns to 16: reading into such memory crosses a cache line with every other
-vector, and takes a quarter longer.
-"""
+"""Alignment of values in bytes: reading into 16-byte alignment (``malloc``) takes a quarter longer."""
 
 
 class BufferPool:
-    """Pool of buffers for received values: touching fresh memory costs more than filling it. Thread-safe."""
+    """Pool of receive buffers: touching fresh memory costs more than filling it. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
@@ -531,7 +498,7 @@ class BufferPool:
         return aligned_buffer(size_bytes)
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Return a buffer to the pool; no view of it may be in use."""
+        """Take a buffer back; no view of it may be in use."""
         with self._lock:
             self._free.append(buffer)
             if len(self._free) > _KEPT_BUFFERS:
@@ -540,24 +507,20 @@ class BufferPool:
 
 
 _ALIGNED_FROM_BYTES = 128 << 10
-"""Least size that is aligned; for a smaller value, the call outweighs the alignment."""
+"""Least size worth aligning."""
 
 
 _TOUCHED_FROM_BYTES = 4 << 20
-"""Least size of a buffer whose pages are touched in advance; socket buffers are smaller. The kernel maps a page at its
-first write: in fresh memory a receiver stops for that repeatedly, and loses packets.
-"""
+"""Least size of a buffer whose pages are touched in advance: a receiver that stops for page faults loses packets."""
 
 
 def value_buffer(size_bytes: int) -> memoryview:
-    """Return new memory for one value; aligned if it is large."""
     if size_bytes < _ALIGNED_FROM_BYTES:
         return memoryview(bytearray(size_bytes))
     return aligned_buffer(size_bytes).data[:size_bytes]
 
 
 def aligned_buffer(size_bytes: int) -> np.ndarray:
-    """Return new memory of at least one byte, aligned to ``ALIGNED``."""
     buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
     begin = -buffer.ctypes.data % ALIGNED
     if size_bytes >= _TOUCHED_FROM_BYTES:
@@ -566,20 +529,18 @@ def aligned_buffer(size_bytes: int) -> np.ndarray:
 
 
 def aligned_bytes(size_bytes: int) -> int:
-    """Return ``size_bytes`` rounded up: the distance from one value to the next."""
     return -(-size_bytes // ALIGNED) * ALIGNED
 
 
 _STRIPES = 4096
-"""Number of version counters. Versions are per stripe, not per key: a collision only costs a promotion."""
+"""Number of version counters, shared by keys: a collision only costs a promotion."""
 
 
 class KeyLocks:
-    """Locks on keys: two writers of a key run one after the other, and a value moving between tiers cannot undo a put
-    or a delete. Thread-safe, not reentrant.
+    """Locks on keys: writers run one after the other, and a move between tiers cannot undo a put or a delete.
+    Thread-safe, not reentrant.
 
-    Puts and deletes wait for their keys (``exclusive``); moves between tiers take only the free keys (``try_lock``). A
-    load notes the versions of its keys: what it read is promoted only if they are unchanged.
+    Puts and deletes wait (``exclusive``); moves take only free keys (``try_lock``) with unchanged versions.
     """
 
     def __init__(self) -> None:
@@ -593,7 +554,7 @@ class KeyLocks:
 
     @contextmanager
     def exclusive(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
-        """Hold all of ``keys`` for a put or delete; yield False if waiting takes longer than ``patience_s``."""
+        """Hold ``keys`` for a put or delete; yield False after waiting ``patience_s``."""
         if not self.take(keys, patience_s):
             yield False
             return
@@ -603,7 +564,6 @@ class KeyLocks:
             self.give_back(keys)
 
     def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
-        """Lock like ``exclusive``, until ``give_back``; return True if locked."""
         with self._freed:
             if not self._busy.isdisjoint(keys):
                 timeout_s = patience_s if patience_s < math.inf else None
@@ -613,7 +573,6 @@ class KeyLocks:
             return True
 
     def give_back(self, keys: Sequence[bytes]) -> None:
-        """Unlock keys of ``take``; each may have a new value."""
         with self._freed:
             for key in set(keys):
                 self._versions[_stripe(key)] += 1
@@ -622,7 +581,6 @@ class KeyLocks:
 
     @contextmanager
     def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
-        """Lock and yield those of ``keys`` that are free and still have the given ``versions``."""
         with self._freed:
             mine = {
                 key

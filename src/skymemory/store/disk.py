@@ -1,10 +1,9 @@
 """Disk tier: values as files within a byte budget, found again by the next process.
 
-An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A file damaged by a crash, a
-bad sector or by hand fails its checksum: it is a counted miss and is dropped, never wrong bytes.
+An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A damaged file fails its
+checksum: a counted miss.
 
-A store writes parts next to the final files (``Parts``), evicts, and renames the parts into place. A load reads without
-the lock: a file may be replaced or removed meanwhile.
+A store writes parts (``PartialFiles``), evicts, and renames the parts. A load reads without the lock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from skymemory.eviction import DEFAULT_POLICY
 from skymemory.forks import OwnLock
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
-from skymemory.store.accounting import BudgetedStore, Entry, Inventory
+from skymemory.store.accounting import BudgetedStore, Inventory, StoredEntry
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -51,28 +50,23 @@ from skymemory.store.disk_files import (
 )
 
 Sync = Literal["never", "each"]
-"""Time at which bytes must be on the disk: whenever the kernel writes them, or before a store is acknowledged."""
+"""Flushing: by the kernel, or before a store is acknowledged."""
 _STAMPS_S = 1.0
-"""Interval of writing use times to files, each as costly as opening the file. A kill loses the order of use since
-then.
-"""
+"""Interval of writing use times; a kill loses the order since then."""
 
 
 _ROOM_S = 60.0
-"""Time to believe that the disk has no more room than when it was full: others may free some."""
 _ROOM_TRIES = 3
-"""Limit of evictions for one value that does not fit: freed space is not always available at once."""
+"""Limit of evictions for one value: freed space may be available late."""
 
 
 class DiskStore(BudgetedStore):
-    """Store of values in files under ``path``: at most ``budget_bytes`` (plus 64 bytes and a name each), and no more
-    than fits on the disk; if that is full, values are evicted for new values.
+    """Store of values in files under ``path``: at most ``budget_bytes``, plus 64 bytes and a name each.
 
-    One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins end with the
-    process. ``clock``: seconds with any origin.
+    One process at a time; any number of threads. Pins end with the process. ``clock``: seconds with any origin.
 
     Raises:
-        InvalidInput: no budget, an unknown ``sync``, or a directory that cannot be used (``StoreDirectory``).
+        InvalidInput: no budget, an unknown ``sync``, or an unusable directory (``StoreDirectory``).
     """
 
     def __init__(
@@ -98,10 +92,9 @@ class DiskStore(BudgetedStore):
         self._rate = ReadRate()
         self._used_ns = 0
         self._unstamped: dict[bytes, None] = {}
-        """Keys in the order of their use."""
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
-        """Bytes that the full disk had room for, and the time until which that is believed."""
+        """Room of the full disk, and the end of believing it."""
         self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
@@ -110,7 +103,6 @@ class DiskStore(BudgetedStore):
             raise
 
     def _scan(self) -> None:
-        """Enter the values found; evict above the budget, least recently used first."""
         values = sorted(self._directory.scan(), key=lambda value: value.used_ns)
         now_s = self._clock()
         for value in values:
@@ -177,12 +169,11 @@ class DiskStore(BudgetedStore):
         return HeldNow(self._lock, self._may_hold)
 
     def _may_hold(self) -> bool:
-        """Return True if calls will not block: expired values are removed first. Requires the lock."""
+        """Return True if calls will not block. Requires the lock."""
         next_s = self._inventory.lifetimes.next_s
         return not self._closed and (next_s == math.inf or next_s > self._clock())
 
-    def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, Entry, memoryview]], np.ndarray]:
-        """Return the present keys, each with memory, and all that memory. Requires the lock."""
+    def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, StoredEntry, memoryview]], np.ndarray]:
         entries = self._inventory.entries
         present = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
         buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in present))
@@ -207,7 +198,7 @@ class DiskStore(BudgetedStore):
         ticket.report = LoadReport(tuple([self._key_report(read) for read in outcomes]), seconds)
         return views
 
-    def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
+    def _read(self, key: bytes, entry: StoredEntry, out: memoryview) -> Reading:
         """Read without the lock. A file replaced meanwhile is read again; a removed file is absent, not damaged."""
         reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
         if reading.view is not None:
@@ -247,7 +238,7 @@ class DiskStore(BudgetedStore):
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
         # Write without the lock, so that loads continue; evict and rename into place with it.
-        parts = Parts(self._directory, self._synced, lambda error: self._failed(ticket, error))
+        parts = PartialFiles(self._directory, self._synced, lambda error: self._failed(ticket, error))
         try:
             written = parts.write(
                 items, lambda size_bytes, error, tries: self._make_room(ticket, size_bytes, error, tries)
@@ -278,21 +269,17 @@ class DiskStore(BudgetedStore):
         ticket.reason = no_room_reason(self._directory.path, error)
 
     def _evict_for(self, written: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """Evict for these; return the keys of the first that have room now. Requires the lock."""
         count, victims = self._inventory.in_the_way(written)
         self._counters.add("refused", len(written) - count)
         return [key for key, _ in written[:count]] if self._evict(victims) else []
 
     def _evict_for_disk(self, size_bytes: int, now_s: float) -> None:
-        """Evict before ``size_bytes`` are written to a disk known to be full. Requires the lock."""
         if now_s < self._room_until_s:
             excess_bytes = self._inventory.used_bytes + size_bytes - self._room_bytes
             self._evict(self._inventory.victims_for(excess_bytes) or [])
 
     def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
-        """Evict for a value on a full disk; return True if it may fit now. If not enough can be evicted, nothing is.
-        ``tries``: evictions for it so far.
-        """
+        """Evict for a value on a full disk, all or nothing, after ``tries`` evictions; True if it may fit now."""
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False
@@ -323,7 +310,7 @@ class DiskStore(BudgetedStore):
         return outcomes
 
     def _drop(self, key: bytes) -> bool | None:
-        """Return False if it was absent, None if its file cannot be removed and stays."""
+        """Return False if it was absent, None if its file cannot be removed."""
         if key not in self._inventory.entries:
             return False
         if not self._directory.remove(self._directory.path_of(key)):
@@ -332,9 +319,7 @@ class DiskStore(BudgetedStore):
         return self._inventory.remove(key)
 
     def _promise(self, key: bytes, ttl_s: float) -> bool:
-        """Store the lifetime with the file, for the next process; not promised if the file system has no
-        attributes.
-        """
+        """Store the lifetime with the file; False if the file system has no attributes."""
         until_s = time.time() + ttl_s
         recorded = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
         return recorded and super()._promise(key, ttl_s)
@@ -350,9 +335,7 @@ class DiskStore(BudgetedStore):
             self._inventory.remove(key)
 
     def _evict(self, victims: Sequence[bytes]) -> bool:
-        """Remove the victims' files, up to the first that cannot be removed; return True if all were. Requires the
-        lock, so that none is put or deleted before ``on_evict``, for which each victim is read first.
-        """
+        """Remove files up to the first failure. Requires the lock."""
         for key in victims:
             path = self._directory.path_of(key)
             value = None if self.on_evict is None else whole_value(self._directory.path_text_of(key), key)
@@ -367,7 +350,6 @@ class DiskStore(BudgetedStore):
         return True
 
     def _stamp(self, keys: Sequence[bytes], *, wait: bool = False) -> None:
-        """Record the order of use, the most recent last, for the next process; with ``wait``, in a later call."""
         for key in keys:
             self._unstamped.pop(key, None)
             self._unstamped[key] = None
@@ -403,9 +385,7 @@ class DiskStore(BudgetedStore):
 
 
 class HeldNow:
-    """Context manager that yields True if it holds the lock and ``may_hold`` agrees; never waits. A generator would
-    take three times as long.
-    """
+    """Non-blocking lock; yields True if held and ``may_hold`` agrees. A generator takes three times as long."""
 
     __slots__ = ("_held", "_lock", "_may_hold")
 
@@ -425,7 +405,7 @@ class HeldNow:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Outcome of reading a file. ``view`` None: a miss. ``lost``: a retry will not help."""
+    """Outcome of reading a file. ``lost``: a retry will not help."""
 
     view: memoryview | None
     seconds: float = 0.0
@@ -438,7 +418,6 @@ LATER = Reading(None, reason=LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
-    """Read the value of ``key`` into ``out``, which has the value's size."""
     started_s = clock()
     try:
         is_whole = read_value(path, key, out)
@@ -451,7 +430,6 @@ def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]
 
 
 def whole_value(path: str, key: bytes) -> bytes | None:
-    """Return the value in a file, of any size; None if the file does not hold it."""
     try:
         size_bytes = stored_bytes(Path(path), key)
         if size_bytes is None:
@@ -464,15 +442,11 @@ def whole_value(path: str, key: bytes) -> bytes | None:
 
 _NUMBERS = itertools.count()
 MakeRoom = Callable[[int, OSError, int], bool]
-"""Callback for a full disk, with the value's size, the error, and the number of calls for this value before; returns
-True if it freed bytes.
-"""
+"""Callback for a full disk: size, error, earlier calls for this value; True if it freed bytes."""
 
 
-class Parts:
-    """Values of one store call, written next to their final files, then renamed into place. ``failed`` is called with
-    each error; such a value is not settled.
-    """
+class PartialFiles:
+    """Values of one store call, written beside their final files, then renamed. ``failed`` gets each error."""
 
     def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[OSError], None]) -> None:
         self._directory = directory
@@ -480,12 +454,9 @@ class Parts:
         self._failed = failed
         self._parts: dict[bytes, tuple[Path, int]] = {}
         self.evicted = False
-        """True if the disk was full and ``make_room`` has freed bytes."""
 
     def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: MakeRoom) -> list[tuple[bytes, int]]:
-        """Write values; return key and size of each. Stop at the first failure: the rest of a chain is useless
-        then.
-        """
+        """Write up to the first failure: the rest of a chain is useless. Return keys and sizes."""
         for key, value in items:
             data = memoryview(value).cast("B")
             try:
@@ -516,7 +487,7 @@ class Parts:
                     raise
 
     def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Rename parts into place, in order, up to the first failure; return key and size of each."""
+        """Rename parts into place up to the first failure; return keys and sizes."""
         settled: list[tuple[bytes, int]] = []
         for key in keys:
             part, size_bytes = self._parts[key]

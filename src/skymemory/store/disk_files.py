@@ -1,17 +1,13 @@
 """Directory of a disk store, and the format of its files.
 
-``format`` names the layout. ``lock`` is locked by the one process that has the store open. ``values/`` has one file per
-value; the modification time of a file is the value's last use, so that a new process knows what to evict first. Other
-users may have placed links or pipes there: only regular files are opened.
+``format`` names the layout; the process that has the store open locks ``lock``; ``values/`` has one file per value, its
+modification time the last use. Only regular files are opened: others may have placed links or pipes.
 
-A value's file is a header of 64 bytes and the value. It is written once as a ``.part``, renamed into place, and never
-changed, so a process that dies while writing leaves only a part. A power cut may still tear a file that was renamed
-before its bytes were on the disk: it fails its checksum and is a miss. A ``synced`` store flushes bytes before it
-renames the file, and every directory entry on the way to the file before it relies on it. A ``format`` torn by a power
-cut is rewritten if the headers in ``values/`` are ours.
+A value's file is written once as a ``.part``, renamed into place, never changed. A power cut may tear it, which its
+checksum shows; a ``synced`` store flushes bytes and directory entries before relying on them.
 
-A user may remove the directory of a running store, or only ``lock``, and another process may then open it. So the store
-removes, renames or marks nothing there unless ``lock`` is the file that this process holds (``is_ours``).
+Another process may take over a directory whose ``lock`` was removed. So the store removes, renames or marks nothing
+unless ``lock`` is the file that it holds (``is_ours``).
 """
 
 from __future__ import annotations
@@ -47,15 +43,12 @@ class FoundValue:
     used_ns: int
     until_s: float = math.inf
     later: bool = False
-    """True for a value of a later release; ``size_bytes`` is then its file's."""
+    """True for a later release's value; ``size_bytes`` is then its file's."""
 
 
 class StoreDirectory:
-    """Directory at ``path``, created if needed, locked until ``close``. ``synced``: files and names are on the disk
-    before they are relied on.
-
-    Raises:
-        InvalidInput: it cannot be created or written, is open in another process, or holds other files.
+    """Directory at ``path``, created if needed, locked until ``close``; InvalidInput if it cannot be written, is open
+    elsewhere, or holds other files.
     """
 
     def __init__(self, path: Path, *, synced: bool = False) -> None:
@@ -64,7 +57,6 @@ class StoreDirectory:
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
         self.torn = 0
-        """Incomplete files removed by a scan."""
         self.has_unsynced_removals = False
         self._lock_fd = -1
         self._relocking = threading.Lock()
@@ -137,7 +129,6 @@ class StoreDirectory:
             os.close(fd)
 
     def _check_torn_format(self, path: Path, found: bytes) -> None:
-        """Raise InvalidInput unless this was our ``format``, as far as it and the values show."""
         text = found.decode(errors="replace")
         version = text[len(_FORMAT) - 2 :].strip()
         if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
@@ -158,11 +149,8 @@ class StoreDirectory:
         raise InvalidInput(f"{path} says {text.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory")
 
     def _examine_values(self) -> tuple[bool, bool]:
-        """Return two flags: a header in ``values/`` proves a file ours; no header does, and a file named like a key is
-        foreign. A torn file (zeros, or cut in its header) proves nothing.
-
-        Raises:
-            LaterVersion: a later release wrote a file.
+        """Return two flags: a header proves ``values/`` ours; none does, and a file named like a key is foreign. A torn
+        file proves nothing. Raises LaterVersion.
         """
         ours = foreign = False
         for entry in os.scandir(self.values) if self.values.is_dir() else ():
@@ -176,9 +164,7 @@ class StoreDirectory:
         return ours, foreign and not ours
 
     def scan(self) -> Iterator[FoundValue]:
-        """Yield the values, in no order. Parts and incomplete files are removed; folders, foreign names and a later
-        release's files stay.
-        """
+        """Yield the values, in no order. Removes parts and incomplete files only."""
         with os.scandir(self.values) as entries:
             for entry in entries:
                 path = self.values / entry.name
@@ -207,8 +193,8 @@ class StoreDirectory:
                 self.remove(path)
 
     def is_ours(self) -> bool:
-        """Return True if no other process can have opened the directory: ``lock`` is the file that we hold. If only
-        ``lock`` was removed (as by a cleanup of ``/tmp``), create and lock it again.
+        """Return True if no other process can have opened the directory. A removed ``lock`` (cleanup of ``/tmp``) is
+        restored.
         """
         lock = self.path / "lock"
         with self._relocking:
@@ -237,7 +223,6 @@ class StoreDirectory:
             raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
 
     def restore_values(self) -> bool:
-        """Create ``values/`` again if only that was removed; return True if so."""
         try:
             if not self.is_ours():
                 return False
@@ -252,21 +237,19 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """Return text: constructing a ``Path`` takes longer than opening the file."""
+        """Return text: a ``Path`` takes longer than opening the file."""
         return self._values_text + file_name(key)
 
     def part_of(self, key: bytes, number: int) -> Path:
         return self.values / f"{file_name(key)}.{number}{PART}"
 
     def stamp(self, key: bytes, used_ns: int) -> None:
-        """Record the time of use; if that fails, the next process evicts the value earlier."""
+        """Record the time of use; if that fails, the value is evicted earlier."""
         with contextlib.suppress(OSError):
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     def expire(self, key: bytes, until_s: float, *, synced: bool) -> bool:
-        """Record the end of the value's lifetime (Unix time; infinite: never) in its file's attributes. False if the
-        file system has none.
-        """
+        """Record the end of the lifetime (Unix time); False if the file system has no attributes."""
         try:
             self.check_ours()
             fd = os.open(self.path_text_of(key), os.O_RDONLY | PLAIN)
@@ -299,7 +282,6 @@ class StoreDirectory:
         return True
 
     def free_bytes(self) -> int:
-        """Return the file system's free bytes; 0 if unknown."""
         try:
             status = os.statvfs(self.values)
         except OSError:
@@ -307,7 +289,7 @@ class StoreDirectory:
         return status.f_bavail * status.f_frsize
 
     def sync(self) -> None:
-        """Flush directory entries: renames and removals so far survive a power cut."""
+        """Flush renames and removals so far."""
         self.has_unsynced_removals = False
         try:
             _sync_directory(self.values)
@@ -316,9 +298,7 @@ class StoreDirectory:
             raise
 
     def _sync_names(self) -> None:
-        """Flush the directory entries that lead to the values, up to the root of the file system: another process may
-        have just created some.
-        """
+        """Flush the entries up to the file system's root: another process may have created some."""
         for folder in (self.values, self.path):
             _sync_directory(folder)
         resolved = self.path.resolve()
@@ -333,9 +313,7 @@ class StoreDirectory:
                     raise
 
     def close(self) -> None:
-        """Release the lock. May be called again. A forked child also closes its copy, so that it does not keep the
-        directory locked; the parent keeps the lock.
-        """
+        """Release the lock. May be called again. A forked child closes only its copy."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -343,9 +321,7 @@ class StoreDirectory:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
-"""Errors of a directory sync to ignore: a directory that we may not read is not ours, and some file systems need no
-sync.
-"""
+"""Errors of a directory sync to ignore: not ours, or no sync needed."""
 
 
 def _sync_directory(path: Path) -> None:
@@ -357,14 +333,13 @@ def _sync_directory(path: Path) -> None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Remove others' permissions, if the directory is this user's."""
     status = path.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         path.chmod(status.st_mode & 0o700)
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Open a file of the store itself. Raises InvalidInput for anything but a regular file."""
+    """Open a file of the store itself; InvalidInput unless it is regular."""
     try:
         fd = os.open(path, flags | PLAIN, 0o600)
     except OSError as error:
@@ -382,21 +357,17 @@ _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
 
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"SKYVAL\x00\x01"
-"""Magic with the version as its last byte; later versions keep the other seven."""
+"""Last byte: the version; later versions keep the other seven."""
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags to open files with: follow no links, wait for no pipes."""
+"""Follow no links, wait for no pipes."""
 
 FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""Errors of the file itself: missing, unreadable, or a link, a pipe or a socket. Others are due to too many open files,
-too little memory, …
-"""
+"""Errors of the file itself, not of too many open files, too little memory, …"""
 
 
 _LIFETIME = b"user.skymemory.expires_ms"
-"""File attribute for the end of the lifetime: Unix time in milliseconds, as digits. The file itself is never
-changed.
-"""
+"""File attribute: end of the lifetime, Unix time in milliseconds, as digits."""
 
 
 def lifetime_of(path: Path) -> float:
@@ -422,11 +393,7 @@ def key_of(name: str) -> bytes | None:
 
 
 def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> None:
-    """Write header and value to a new file; with ``synced``, flush them to the disk.
-
-    Raises:
-        OSError: disk full, quota exceeded, … The file is removed.
-    """
+    """Write header and value to a new file, which an OSError removes."""
     header = _HEADER.pack(_MAGIC, key, value.nbytes, crc32(value), 0)[:-4]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -460,7 +427,6 @@ def _head_of(path: str) -> bytes:
 
 
 def beginning_of(path: str, size_bytes: int) -> bytes:
-    """Read at most ``size_bytes`` of the value in a file, unchecked."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         return os.pread(fd, size_bytes, HEADER_BYTES)
@@ -469,11 +435,7 @@ def beginning_of(path: str, size_bytes: int) -> bytes:
 
 
 def read_value(path: str, key: bytes, out: memoryview) -> bool:
-    """Read the value into ``out``, which has its size; False if the file does not hold it undamaged.
-
-    Raises:
-        OSError: the file does not exist, is not a regular file, or cannot be read.
-    """
+    """Read into ``out``, which has the value's size; False if damaged, or another key's. OSError if unreadable."""
     header = bytearray(HEADER_BYTES)
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
@@ -490,24 +452,19 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
 
 
 def read_value_now(path: str, key: bytes, out: memoryview) -> bool:
-    """Read like ``read_value``, only from the page cache; also False if that would block, or fails."""
+    """Read only from the page cache; also False if that would block."""
     header = bytearray(HEADER_BYTES)
     got_bytes = read_cached(path, header, out)
     return got_bytes is not None and _is_whole(header, got_bytes, key, out)
 
 
 def _is_whole(header: bytearray, got_bytes: int, key: bytes, value: memoryview) -> bool:
-    """Return True if these are a header and the undamaged value."""
     fields = _open_header(header) if got_bytes >= HEADER_BYTES + value.nbytes else None
     return fields is not None and fields[:2] == (key, value.nbytes) and fields[2] == crc32(value)
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Return the value's size by the header; None if the file's length or header is wrong.
-
-    Raises:
-        LaterVersion: a later release wrote it.
-    """
+    """Return the value's size; None if length or header is wrong. Raises LaterVersion."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         header = os.pread(fd, HEADER_BYTES, 0)
@@ -522,7 +479,6 @@ def stored_bytes(path: Path, key: bytes) -> int | None:
 
 
 def _open_header(header: bytes | bytearray) -> tuple[bytes, int, int] | None:
-    """Return key, size in bytes and CRC of the value; None if the header is invalid."""
     magic, key, size_bytes, value_crc, header_crc = _HEADER.unpack(header)
     if magic != _MAGIC or crc32(header[:-4]) != header_crc:
         return None

@@ -1,7 +1,4 @@
-"""Memory tier: values in this process, within a byte budget.
-
-A hit is a view of the stored value, not a copy: values are never changed, only replaced.
-"""
+"""Memory tier: values in this process, within a byte budget. A hit is a view, not a copy: values are only replaced."""
 
 from __future__ import annotations
 
@@ -26,10 +23,9 @@ from skymemory.store.base import (
 
 
 class MemoryStore(BudgetedStore):
-    """Store of values in memory, without Python's own overhead at most ``budget_bytes``.
+    """Store of values in memory.
 
-    ``pin_fraction`` of the budget may be pinned. ``policy``: a name in ``eviction.POLICIES``. ``clock``: seconds with
-    any origin.
+    ``pin_fraction`` of the budget may be pinned. ``policy``: a name in ``eviction.POLICIES``. ``clock``: any origin.
 
     Raises:
         InvalidInput: no budget, or no such policy.
@@ -54,16 +50,14 @@ class MemoryStore(BudgetedStore):
         self._values: dict[bytes, bytes] = {}
 
     def get_now(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Run both phases of a load in one step, without a ticket and its report."""
+        """Load in one step, without ticket and report."""
         keys = check_keys(keys)
         with self._open():
             self._inventory.order.learn(keys)
             return [None if value is None else memoryview(value) for value in self._used(keys)]
 
     def put_now(self, key: bytes, value: Buffer) -> bool:
-        """Run both phases of a store in one step. False, with nothing done, if it needs a ticket: there is no room, or
-        others have reservations.
-        """
+        """Store in one step. False, nothing done: no room, or others have reservations."""
         ((key, value),) = check_items([(key, value)])
         with self._open():
             victims = self._inventory.make_room(key, size_of(value), self._clock())
@@ -80,7 +74,6 @@ class MemoryStore(BudgetedStore):
             return True
 
     def _used(self, keys: tuple[bytes, ...]) -> list[bytes | None]:
-        """Return the values of ``keys`` and count their use. Requires the lock."""
         values = [self._values.get(key) for key in keys]
         self._inventory.use(list(dict.fromkeys(keys)))
         misses = values.count(None)

@@ -1,7 +1,6 @@
 """General key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
 
-A stored value starts with a header with its name: a value under the wrong key is detected, and names are listed without
-an index.
+A value's header has its name: a value under a wrong key is detected, and listing needs no index.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from skymemory.store.wrappers import Wrapped
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 
 SEALED = "sealed"
-"""Reason of a miss: the value is sealed, and was read without keys."""
 
 NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
-"""Reason of a failed put with a lifetime: the value is stored, but its expiry not promised."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
-    """Entry of a list of named values. ``chunks``: 1 outside of satellites."""
+    """Entry of a list. ``chunks``: 1 outside of satellites."""
 
     name: str
     key: bytes
@@ -39,16 +36,14 @@ class NamedValue:
 
 @runtime_checkable
 class Listing(Protocol):
-    """Optional interface of a store: list its named values."""
+    """Optional interface: list named values."""
 
     def names(self) -> list[NamedValue]:
-        """Return the values by name, without blocks and sealed values (whose names are unreadable)."""
+        """Return the values by name, without blocks and sealed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOutcome:
-    """Result of a put or a get. ``value``: None after a put and on a miss. ``reason``: of a failure."""
-
     ok: bool
     value: memoryview | None
     seconds: float
@@ -61,7 +56,7 @@ def named_key(name: str) -> bytes:
 
 
 def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedValue | None:
-    """Return the named value that begins so; None if it is not a named value of ``key``, or unreadable."""
+    """Return the value that begins so; None if unreadable or not ``key``'s."""
     try:
         header = unpack_header(start_of_value)
     except MalformedPacket:
@@ -71,12 +66,7 @@ def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedVal
 
 
 def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
-    """Store ``data`` under ``name``, replacing any value there.
-
-    Raises:
-        InvalidInput: no name, or no bytes.
-        ValueTooLarge: it can never fit; the message gives the limit.
-    """
+    """Store ``data`` under ``name``. Raises InvalidInput without a name or bytes, ValueTooLarge if it can never fit."""
     ((key, data),) = check_items([(named_key(name), data)])
     view = memoryview(data).cast("B")
     header = ValueHeader(RAW.codec_id, len(view), len(view), name=name)
@@ -87,7 +77,6 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
 
 
 def not_stored_reason(ticket: StoreTicket, key: bytes) -> str:
-    """Return why ``key`` is not stored, in words for users."""
     if ticket.reason:
         return ticket.reason
     return "no answer" if key in ticket.unanswered else "no room beside what is pinned or being read"
@@ -110,7 +99,6 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 
 def named_payload(value: memoryview, name: str) -> memoryview | str:
-    """Return the bytes in a stored value of ``name``; or the reason of the miss."""
     if is_sealed(value):
         return SEALED
     try:
@@ -123,7 +111,6 @@ def named_payload(value: memoryview, name: str) -> memoryview | str:
 
 
 def unwrap_store(store: Store) -> Store:
-    """Return the innermost store, without wrappers (seals, quotas …)."""
     while isinstance(store, Wrapped):
         store = store.store
     return store
@@ -137,19 +124,18 @@ class NamedValues:
             values.put("report.pdf", data, ttl_s=1800)
             values.get("report.pdf")
 
-    The caller closes the store. A constellation, memory and disk support all methods. Redis cannot list or pin; a store
-    of several tiers cannot list or expire.
+    The caller closes the store. Redis cannot list or pin; a store of several tiers cannot list or expire.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
-        """Store ``data`` under ``name``, replacing any value there; it expires after ``ttl_s`` seconds.
+        """Store ``data`` under ``name``, for ``ttl_s`` seconds.
 
         Raises:
             InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.
-            ValueTooLarge: it can never fit; the message gives the limit.
+            ValueTooLarge: it can never fit.
         """
         expiring = None if ttl_s is None else self._expiring(ttl_s)
         done = put_named(self._store, name, data)
@@ -166,29 +152,19 @@ class NamedValues:
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """Return True if it was present and is deleted, False if absent, None if a satellite that may hold it did not
-        answer.
-        """
+        """Return True if deleted, False if absent, None if a satellite did not answer."""
         return self._store.delete([named_key(name)])[0]
 
     def pin(self, name: str, ttl_s: float) -> bool:
-        """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the pin budget."""
+        """Protect from eviction (0 unpins). False: absent, or over the pin budget."""
         return self._store.pin([named_key(name)], ttl_s)[0]
 
     def expire(self, name: str, ttl_s: float) -> bool:
-        """Expire it after ``ttl_s`` seconds (infinite: never). False: absent, or not promised by every satellite.
-
-        Raises:
-            InvalidInput: a lifetime of 0 or less, or a store without expiry.
-        """
+        """Expire after ``ttl_s`` seconds (infinite: never). False: absent, or not promised. Raises as ``put``."""
         return self._expiring(ttl_s).expire([named_key(name)], ttl_s)[0]
 
     def names(self) -> list[NamedValue]:
-        """Return the values by name, with sizes, without sealed values (whose names are unreadable).
-
-        Raises:
-            InvalidInput: this store cannot list.
-        """
+        """Return the values by name; InvalidInput if the store cannot list."""
         store = unwrap_store(self._store)
         if not isinstance(store, Listing):
             raise InvalidInput(f"a {store.name} store cannot list names: a constellation, memory and disk can")

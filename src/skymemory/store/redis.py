@@ -1,7 +1,6 @@
 """Redis tier: values in a Redis or Valkey server, which evicts as configured (``maxmemory-policy``).
 
-A value is one string: its bytes, a mark of four bytes and a CRC-32 of key and value. If the server is unreachable,
-slow, full or faulty, that is a counted miss or failed store; the next call tries again.
+A value is one string: its bytes, a mark and a CRC-32 of key and value. A failing server costs a counted miss.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MARK = b"SKV1"
 """Mark of a value; its last byte is the version, a digit."""
 TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
-"""Limit of a string in Redis: 512 MiB (``proto-max-bulk-len``)."""
+"""Limit of a string in Redis (``proto-max-bulk-len``)."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20
 """Values in flight: least, most, and bytes in between."""
@@ -44,14 +43,13 @@ _MOST_LATER = 1 << 16
 
 
 class RedisStore(RemoteStore):
-    """Store of values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
+    """Store of values in the server at ``url``, shared by all its clients.
 
-    No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
-    leased. ``ca``: PEM file with the authorities of a ``rediss://`` server (default: the system's). ``clock``: seconds
-    with any origin.
+    No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file for a
+    ``rediss://`` server (default: the system's authorities).
 
     Raises:
-        InvalidInput: a malformed address. (An unreachable server is not an error: its values are misses.)
+        InvalidInput: a malformed address. (An unreachable server is not an error.)
         MissingExtra: redis-py is not installed.
     """
 
@@ -65,12 +63,11 @@ class RedisStore(RemoteStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name, clock)
-        self._link = Link(url, timeout_s, clock, ca)
+        self._link = RedisLink(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
-        """Keys of a later release's values, which are not overwritten."""
+        """Keys of a later release's values, not overwritten."""
         self._value_bytes: float = _BYTES_AT_ONCE
-        """Mean size of the values of the last load."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -173,12 +170,11 @@ class RedisStore(RemoteStore):
         self._ask_each(b"TOUCH", self._check(keys)[::-1])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Return False for all keys: the server decides what it evicts."""
+        """Return False: the server decides what it evicts."""
         check_ttl(ttl_s)
         return [False] * len(self._check(keys))
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values (``base.Expiring``) by the server's clock, in milliseconds."""
         keys = self._check(keys)
         if math.isinf(check_ttl(ttl_s)):
             self._ask_each(b"PERSIST", keys)  # the reply is also 0 for a key without a lifetime
@@ -187,7 +183,7 @@ class RedisStore(RemoteStore):
         return [reply == 1 for reply in self._ask_each(b"PEXPIRE", keys, ttl_ms)]
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Return the lifetimes (``base.Lasting``); infinite if the server does not answer."""
+        """Return the lifetimes; infinite if the server does not answer."""
         replies = self._ask_each(b"PTTL", self._check(keys))
         return [reply / 1000 if isinstance(reply, int) and reply >= 0 else math.inf for reply in replies]
 
@@ -208,7 +204,6 @@ class RedisStore(RemoteStore):
         return replies
 
     def stats(self) -> dict[str, int | float]:
-        """Return figures of this process; the server is not asked."""
         return {
             **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
             "open_leases": len(self._loads) + len(self._stores),
@@ -216,11 +211,7 @@ class RedisStore(RemoteStore):
         }
 
     def server_info(self) -> dict[str, str]:
-        """Return the server's reply to INFO, by name.
-
-        Raises:
-            SkyMemoryError: it does not answer, or refuses.
-        """
+        """Return the reply to INFO, by name; SkyMemoryError if there is none."""
         (reply,) = self._link.ask([pack(b"INFO")], 1)
         if not isinstance(reply, bytes):
             verb = "does not answer" if isinstance(reply, Unreachable) else "refuses"
@@ -242,9 +233,7 @@ def _at_once(value_bytes: float) -> int:
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:
-    """Return the trailer of a value. A block's CRC comes from its header, without reading its payload: the receiver
-    does that.
-    """
+    """Return the trailer. A block's CRC comes from its header: the receiver reads the payload."""
     crc = crc_by_header(key, value, crc32(key))
     return _trailer(crc32(value, crc32(key)) if crc is None else crc)
 
@@ -258,7 +247,6 @@ def _trailer(crc: int) -> bytes:
 
 
 def opened(key: bytes, reply: object) -> memoryview | str:
-    """Return the value in a reply, without a copy; or the reason of the miss."""
     if reply is None:
         return "absent"
     if isinstance(reply, Unreachable):
@@ -275,26 +263,24 @@ def opened(key: bytes, reply: object) -> memoryview | str:
 
 # Connection. redis-py packs a command into a new buffer, which costs a copy and fresh memory for a value of
 # megabytes: here the pieces go to the socket as they are. redis-py's timeouts apply to each read, so a server that
-# sends a byte now and then can block a call forever: here the whole call has a deadline (``Deadline``).
+# sends a byte now and then can block a call forever: here the whole call has a deadline (``CallDeadline``).
 
 Argument = bytes | tuple[Buffer, ...]
-"""Argument of a command; a tuple's pieces are sent as one argument."""
+"""Argument of a command; a tuple's pieces are sent as one."""
 Command = list[Buffer]
 
 _READ_BYTES = 256 << 10
 """Bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB."""
 MIN_BYTES_PER_S = 1e6
-"""Lowest rate of a working link: a call's deadline is extended by its bytes at this rate."""
 _SMALL_BYTES = 4096
 """Limit of joined pieces: a copy costs less than a call."""
 _REST_S = 1.0
-"""Silence after a timeout: otherwise every call of a load would wait again."""
+"""Silence after a timeout: otherwise every call of a load would wait."""
 _PROBE_S = 30.0
-"""Timeout of the probe that ends the silence."""
 
 
 class Unreachable(Exception):
-    """Failure of the server to answer in time. Returned as a reply, never raised to callers."""
+    """Failure of the server to answer in time; returned as a reply."""
 
 
 def pack(*arguments: Argument) -> Command:
@@ -314,10 +300,8 @@ def pack(*arguments: Argument) -> Command:
     return [*pieces, bytes(small)]
 
 
-class Deadline(threading.local):
-    """Deadline of this thread's call, including connecting: ``timeout_s`` after its start, plus the time of the bytes
-    moved at ``MIN_BYTES_PER_S``.
-    """
+class CallDeadline(threading.local):
+    """Deadline of this thread's call, including connecting; extended by the bytes moved at ``MIN_BYTES_PER_S``."""
 
     def __init__(self) -> None:
         self._until_s = float("-inf")
@@ -329,7 +313,6 @@ class Deadline(threading.local):
         self._until_s += size_bytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Return the seconds left, above 0; else raise TimeoutError."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline of the call has passed")
@@ -337,9 +320,7 @@ class Deadline(threading.local):
 
 
 class _DeadlineSocket:
-    """Socket whose calls end at the deadline."""
-
-    def __init__(self, sock: Any, deadline: Deadline) -> None:
+    def __init__(self, sock: Any, deadline: CallDeadline) -> None:
         self._sock = sock
         self._deadline = deadline
         self._polling = False
@@ -348,7 +329,7 @@ class _DeadlineSocket:
         return getattr(self._sock, name)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the timeout; 0 is kept, with which redis-py before 8 polls an idle connection for bytes."""
+        """Set the timeout. 0 is kept: with it redis-py before 8 polls an idle connection."""
         self._polling = seconds == 0
         self._sock.settimeout(seconds)
 
@@ -369,7 +350,6 @@ class _DeadlineSocket:
         return size_bytes
 
     def sendall(self, data: Buffer) -> None:
-        """Send in parts; each part extends the deadline by its bytes."""
         view = memoryview(data).cast("B")
         while view:
             self._sock.settimeout(self._deadline.left_s())
@@ -378,10 +358,8 @@ class _DeadlineSocket:
             view = view[sent:]
 
 
-def _with_deadline(kind: Any, deadline: Deadline) -> Any:
-    """Return redis-py's connection class ``kind`` with such sockets."""
-
-    class Connection(kind):  # type: ignore[misc]
+def _with_deadline(kind: Any, deadline: CallDeadline) -> Any:
+    class RedisConnection(kind):  # type: ignore[misc]
         def _connect(self) -> Any:
             return _DeadlineSocket(super()._connect(), deadline)
 
@@ -391,19 +369,13 @@ def _with_deadline(kind: Any, deadline: Deadline) -> Any:
             return deadline.left_s()
 
         @socket_connect_timeout.setter
-        def socket_connect_timeout(self, value: object) -> None:
-            """Ignore the value: the deadline decides."""
+        def socket_connect_timeout(self, value: object) -> None: ...
 
-    return Connection
+    return RedisConnection
 
 
-class Link:
-    """Pool of connections to the server at ``url``, opened when needed and reopened when broken.
-
-    Raises:
-        InvalidInput: a malformed address.
-        MissingExtra: redis-py is not installed.
-    """
+class RedisLink:
+    """Pool of connections to the server at ``url``. Raises as ``RedisStore``."""
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic, ca: str = "") -> None:
         try:
@@ -413,7 +385,7 @@ class Link:
             raise missing_extra("a Redis store", "redis", "redis") from error
         if timeout_s <= 0:
             raise InvalidInput(f"a Redis store needs a timeout above 0 s, got {timeout_s}")
-        self._deadline = Deadline()
+        self._deadline = CallDeadline()
         self.counters = SharedCounters()
         try:
             self._pool = self._redis.ConnectionPool.from_url(
@@ -437,10 +409,9 @@ class Link:
         """True if a probe ended a silence and no call has succeeded since."""
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
-        """Return the reply to each command; ``redis.ResponseError`` or ``Unreachable`` on failure.
+        """Return a reply per command; ``redis.ResponseError`` or ``Unreachable`` on failure.
 
-        At most ``at_once`` are in flight, so that the server never keeps more replies. All share one deadline; the
-        first failure ends them all.
+        At most ``at_once`` are in flight. One deadline for all; the first failure ends them all.
         """
         self._owner.check()
         replies: list[object] = []
@@ -474,9 +445,7 @@ class Link:
                 self._pool.release(connection)
 
     def _rest_and_probe(self) -> None:
-        """Send only a probe for a while, whose answer ends the silence: a stalled server is used as soon as it
-        continues. A server that answers only the probe is not probed again.
-        """
+        """Send only a probe for a while; its answer ends the silence, once."""
         self._rest_until_s = self._clock() + _REST_S
         if not self._is_in_doubt and self._probing.acquire(blocking=False):
             try:
@@ -510,9 +479,7 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """Map an error of redis-py, which may raise anything for an unexpected reply (an AttributeError for a HELLO
-        that is not a map): the peer is not a Redis server, and counts as unreachable.
-        """
+        """Map an error to unreachable: redis-py may raise anything for a reply of no Redis server."""
         if isinstance(error, self._redis.RedisError | OSError):
             return error
         self.counters.add("strange_replies")
@@ -527,7 +494,6 @@ class Link:
 
 
 def _joined(commands: Sequence[Command]) -> Command:
-    """Concatenate commands, joining neighbouring small pieces."""
     pieces: Command = []
     for command in commands:
         for piece in command:

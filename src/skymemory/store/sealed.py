@@ -1,12 +1,10 @@
 """Values sealed for one tenant: the tier below stores AES-256-GCM ciphertext that only the tenant's key opens.
 
 A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | ciphertext | tag 16``, big-endian. The
-first 20 bytes and the value's 32-byte key are authenticated too: a value moved to another key does not open. Later
-versions keep the magic and the version's position. Values are sealed before they are cut into chunks, so no satellite
-and no link sees plaintext.
+first 20 bytes and the value's 32-byte key are authenticated: a value moved to another key does not open. Later versions
+keep the magic and the version's position.
 
-The nonce is 96 random bits per value, also if a key is stored again. A secret seals at most 2^32 values (NIST SP
-800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it earlier.
+The nonce is random: a secret seals at most 2^32 values (NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB.
 """
 
 from __future__ import annotations
@@ -40,30 +38,26 @@ _MAGIC, _VERSION = b"SKYE", 1
 _HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
 NOT_AUTHENTIC = "not authentic"
-"""Reason of a miss: the value is another tenant's, was tampered with, or its key is retired."""
+"""Reason of a miss: another tenant's value, tampering, or a retired key."""
 UNKNOWN_KEY = "unknown key"
-"""Reason of a miss: the secret has not arrived yet. The value stays, for clients that have it."""
+"""Reason of a miss: the secret has not arrived yet. The value stays."""
 _PURPOSE = b"skymemory payloads 1"
 
 
 @dataclass(slots=True)
 class _Sealed:
-    """State of a store ticket: the ticket of the tier below, and the ciphertext."""
-
     below: StoreTicket
     buffer: Any
 
 
 def is_sealed(value: Buffer) -> bool:
-    """Return True if a value looks sealed; its authenticity is not checked."""
+    """Return True if a value looks sealed, unauthenticated."""
     return bytes(value[: len(_MAGIC)]) == _MAGIC
 
 
 class SealedStore(Wrapped):
-    """Wrapper that seals a store's values, under the same keys. ``ring`` is called at each use: secrets rotate.
-
-    Raises:
-        MissingExtra: the ``cryptography`` library is not installed.
+    """Wrapper that seals a store's values. ``ring`` is called at each use: secrets rotate. Raises MissingExtra without
+    ``cryptography``.
     """
 
     def __init__(self, store: Store, ring: Callable[[], KeyRing], now_s: Callable[[], float]) -> None:
@@ -84,7 +78,7 @@ class SealedStore(Wrapped):
     # --- sealing and opening ---
 
     def _cipher_of(self, secret: bytes) -> Any:
-        """Return a secret's cipher. A few are cached: creating a cipher costs as much as sealing a small value."""
+        """Cache ciphers: creating one costs as much as sealing a small value."""
         cipher = self._ciphers.get(secret)
         if cipher is None:
             if len(self._ciphers) > 16:
@@ -93,7 +87,6 @@ class SealedStore(Wrapped):
         return cipher
 
     def _seal(self, key: bytes, value: memoryview, out: memoryview) -> None:
-        """Seal ``value`` into ``out``, which is ``OVERHEAD_BYTES`` longer."""
         secret = self._ring().active(self._now_s())
         nonce = os.urandom(NONCE_BYTES)
         head = _HEAD.pack(_MAGIC, _VERSION, 0, secret.key_id, nonce)
@@ -101,7 +94,7 @@ class SealedStore(Wrapped):
         self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
 
     def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> str:
-        """Open ``sealed`` into ``out``, ``OVERHEAD_BYTES`` shorter; return the reason of a failure, or ""."""
+        """Open into ``out``; return the reason of a failure, or ""."""
         if is_sealed(sealed) and bytes(sealed[4:5]) > bytes([_VERSION]):
             return LATER_VERSION
         if len(sealed) < OVERHEAD_BYTES:
@@ -157,7 +150,6 @@ class SealedStore(Wrapped):
     def _report(
         report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, str], keys: tuple[bytes, ...]
     ) -> LoadReport | None:
-        """Return the report of the tier below, with the opened values' sizes."""
         if report is None:
             return None
         reports = (

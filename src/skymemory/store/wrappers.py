@@ -1,7 +1,4 @@
-"""Wrappers of a store: write admission, tenants' quotas and a limited read rate; all other calls pass through.
-
-Also a store for asyncio: ``async with AsyncStore(open_store(address)) as store``.
-"""
+"""Wrappers of a store: write admission, tenants' quotas, a limited read rate; and a store for asyncio."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from skymemory.units import format_size
 
 
 class Wrapped(TwoPhase):
-    """Base of all wrappers: passes every call to ``store``."""
+    """Base of all wrappers: passes every call on."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -103,8 +100,6 @@ class Wrapped(TwoPhase):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """State of a ticket: the inner store's ticket, and per item True if it is in it."""
-
     inner: StoreTicket
     chosen: list[bool]
 
@@ -115,8 +110,7 @@ class Selecting(Wrapped):
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         return [True] * len(items)
 
-    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Handle the items that were stored."""
+    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None: ...
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items, places = check_items(items), check_places(items, places)
@@ -145,10 +139,9 @@ _BITS_PER_KEY = 16
 
 
 class Sketch:
-    """Set of recently seen keys, the last ``capacity`` to ``2 * capacity``: two Bloom filters that take turns.
+    """Set of the last ``capacity`` to ``2 * capacity`` keys: two Bloom filters that take turns.
 
-    Keys are hashes, so four words of a key are its probes. One new key in 400 counts as seen and is stored a write
-    early, which is harmless.
+    Keys are hashes, so four words are the probes. A new key in 400 counts as seen, which only stores it early.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -160,7 +153,6 @@ class Sketch:
         self._added = 0
 
     def check_and_add(self, key: bytes) -> bool:
-        """Add ``key``; return True if it was seen before."""
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
         if not now:
@@ -175,10 +167,8 @@ class Sketch:
 
 
 class AdmittingStore(Selecting):
-    """Write admission: stores a key only when it is offered a second time, or is present already.
-
-    Most prompts of a busy service are seen once; storing them evicts shared blocks. Blocks are chained, so exactly the
-    shared blocks are offered again.
+    """Write admission: stores a key when it is offered a second time, or is present. Most prompts are seen once;
+    exactly the shared blocks of a chain are offered again.
     """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
@@ -201,15 +191,13 @@ class AdmittingStore(Selecting):
 
 
 class TenantStore(Selecting):
-    """Quota in bytes of one tenant, on a store that several tenants of a process share.
+    """Quota in bytes of one tenant, on a store shared by tenants of a process.
 
-    A tenant over its quota evicts its own oldest values, neither leased nor pinned, never another tenant's. They are
-    evicted after the new value is stored, so a refused put costs nothing; until their removal is confirmed, the tenant
-    exceeds its quota by up to that put.
+    A tenant over its quota evicts its own oldest values, neither leased nor pinned, after the new value is stored: a
+    refused put costs nothing, but the quota is exceeded by up to that put.
 
-    Tenants have disjoint keys, because their salt is in the hash of every block; so this handle sees all writes of its
-    tenant. It counts values until the store confirms their removal: a miss in an outage, or an unconfirmed deletion,
-    confirms nothing. ``clock``: seconds with any origin.
+    The tenant's salt is in every block hash, so this handle sees all its writes. Values count until the store confirms
+    their removal.
     """
 
     def __init__(
@@ -221,7 +209,6 @@ class TenantStore(Selecting):
         self.tenant = tenant
         self.quota_bytes = quota_bytes
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """Least recently used first."""
         self.used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
@@ -230,9 +217,7 @@ class TenantStore(Selecting):
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Choose as many of the chain's first blocks as the quota holds; their victims are evicted once they are
-        stored. While earlier removals are unconfirmed, nothing is stored.
-        """
+        """Choose as many first blocks as the quota holds; none while removals are unconfirmed."""
         sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
             self._evict_excess()
@@ -256,18 +241,18 @@ class TenantStore(Selecting):
             self._evict_excess({key for key, _ in items})
 
     def _end_leases(self, now_s: float) -> None:
-        """Drop expired leases of loads never completed. Requires the lock."""
+        """Drop expired leases. Requires the lock."""
         self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
 
     def _protected(self) -> set[bytes]:
-        """Return the keys that are leased or pinned. Requires the lock."""
+        """Return the leased and pinned keys. Requires the lock."""
         now_s = self._clock()
         self._end_leases(now_s)
         self._pins = {key: until_s for key, until_s in self._pins.items() if until_s > now_s}
         return {key for keys, _ in self._leases.values() for key in keys} | self._pins.keys()
 
     def _evict_excess(self, new: frozenset[bytes] | set[bytes] = frozenset()) -> None:
-        """Evict the tenant's oldest values above its quota, sparing ``new``. Requires the lock."""
+        """Evict the oldest values above the quota, sparing ``new``. Requires the lock."""
         if self.used_bytes <= self.quota_bytes:
             return
         spared = self._protected() | new
@@ -312,7 +297,6 @@ class TenantStore(Selecting):
         return done
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Complete the load. Absent values are no longer counted; other misses may still be present."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
@@ -342,10 +326,8 @@ class TenantStore(Selecting):
 
 
 class RateLimited(Wrapped):
-    """Token bucket: ``store`` is read at ``bytes_per_s``, load by load.
-
-    It leaves bandwidth to others, or models a link that this computer lacks. A full bucket holds ``burst_s`` seconds of
-    bytes. ``bytes_per_s`` may change at any time, for later loads. Only loads are limited.
+    """Token bucket: loads are limited to ``bytes_per_s``, which may change; a full bucket holds ``burst_s`` seconds of
+    bytes.
     """
 
     def __init__(
@@ -368,7 +350,6 @@ class RateLimited(Wrapped):
 
     @property
     def backlog_s(self) -> float:
-        """Return the seconds until the loads in progress are through."""
         return max(0.0, self._free_s - self._clock())
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
@@ -395,10 +376,8 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStore:
-    """Store for asyncio: awaitable calls, without tickets, with the results and errors of ``store``, which it closes.
-
-    Tiers block, and serve many threads concurrently; so each call runs in a thread of a pool. A call cancelled before
-    its thread starts does nothing; later it continues, and its result is dropped.
+    """Store for asyncio: awaitable calls in threads, on ``store``, which it closes. A call cancelled before its thread
+    starts does nothing; later it continues.
     """
 
     def __init__(self, store: Store, threads: int = 32) -> None:

@@ -1,8 +1,7 @@
-"""Upper bound of the time scale on this machine, from the cost of moves and the available processors.
+"""Upper bound of the time scale on this machine: handovers of half-full satellites must not fall behind.
 
-When the box moves, satellites hand over their chunks. If the clock is too fast a growing backlog remains, so the time
-scale is bounded by the handovers of half-full satellites. Costs were measured on 95 satellites in five processes
-(``docs/benchmarks/sky.md``, Time scales), on a machine that takes ``_REFERENCE_S`` for ``_work``.
+Costs were measured on 95 satellites in five processes (``docs/benchmarks/sky.md``, Time scales), on a machine that
+takes ``_REFERENCE_S`` for ``_work``.
 """
 
 from __future__ import annotations
@@ -23,17 +22,14 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.units import format_size
 
 FILLED = 0.5
-"""Assumed fill of the box's satellites; above it chunks lag behind, and are served from their old place."""
+"""Assumed fill; above it chunks lag behind."""
 SHARE = 0.75
-"""Share of the processors for the suggested scale; requests and other programs get the remainder."""
 _SATELLITE_S = 40e-6
-"""CPU time of a move per satellite, independent of its chunks."""
 _CHUNK_S = {"off": 63e-6, "on": 85e-6, "answers": 85e-6, "every": 85e-6}
 """CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
-"""CPU time added per chunk with injected faults: datagrams are then sent singly."""
+"""CPU time per chunk added by injected faults, since datagrams are sent singly."""
 _DELAY_S = 18e-6
-"""CPU time added per chunk with link delays."""
 _REFERENCE_S = 1.65e-3
 _TURNS = 5
 
@@ -46,9 +42,7 @@ def _work() -> None:
 
 
 def speed() -> float:
-    """Return this machine's speed relative to the reference: best of several runs in CPU time, so other programs do not
-    count.
-    """
+    """Return this machine's speed relative to the reference, in CPU time."""
     times_s = []
     for _ in range(_TURNS):
         started_s = time.thread_time()
@@ -58,7 +52,7 @@ def speed() -> float:
 
 
 def processors() -> float:
-    """Return the processors of this process: its affinity, limited by the control group's quota."""
+    """Return this process's processors: its affinity, limited by the control group's quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
@@ -68,7 +62,7 @@ def processors() -> float:
 
 
 def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
-    """Return the largest scale whose moves take at most ``processor_s_per_s`` processors of the reference machine."""
+    """Return the largest scale whose moves need at most these processors of the reference machine."""
     if plan.access == "onboard":
         return float("inf")
     shell, placement = shell_of(plan), sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]

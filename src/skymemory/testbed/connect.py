@@ -35,9 +35,7 @@ from skymemory.transport.udp_socket import source_address
 def expected_round_trip_s(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> float:
-    """Return the round trip to the farthest satellite of the box, which the timeout must cover; from ``ground``, if not
-    the plan's place.
-    """
+    """Return the round trip to the farthest satellite of the box."""
     round_trip_s, moves = _round_trips(plan, access, now_s, ground)
     placement = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
     return max(map(round_trip_s, placement.box_satellites(moves)))
@@ -46,7 +44,6 @@ def expected_round_trip_s(
 def _round_trips(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> tuple[Callable[[SatelliteId], float], Moves]:
-    """Return a function for current round trips, with the plan's delay scale, and the current moves."""
     # The delay follows the path of a packet: a beam to each satellite (ideal), or a beam to the gateway and links
     # from there. An onboard host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
@@ -94,10 +91,9 @@ def open_constellation(
     give_up_s: float = 0.8,
     ground: GroundHost | None = None,
 ) -> ConstellationStore:
-    """Return the store over the constellation of ``run_dir`` (default: this user's), to be closed by the caller.
+    """Return the store over the constellation of ``run_dir``, to be closed by the caller.
 
-    ``use_index=False`` queries the satellites instead of the local index, as after its loss. ``access`` overrides the
-    plan's. ``ground`` overrides its host's place: sight, gateway and beams are from there, the box stays.
+    Without ``use_index`` it queries the satellites. ``ground`` replaces the host's place; the box stays.
 
     Raises:
         NoConstellation: no constellation runs there.
@@ -113,8 +109,6 @@ def open_constellation(
 
 
 def sealed(store: Store, keys: KeyFollower) -> SealedStore:
-    """Return the store with values encrypted by the tenant's keys."""
-
     def ring() -> KeyRing:
         keys.refresh()
         return keys.authority.ring
@@ -130,7 +124,6 @@ def store_of(
     give_up_s: float = 0.8,
     ground: GroundHost | None = None,
 ) -> ConstellationStore:
-    """Return the store of a running constellation; ``access`` and ``ground`` override the plan's."""
     access = access or plan.access
     expected_s = expected_round_trip_s(plan, access, ground=ground)
     client = client_of(plan, check_access(plan, access), expected_s, give_up_s, ground)
@@ -144,7 +137,6 @@ def settings_of(plan: ConstellationPlan, access: str | None = None, ground: Grou
 
 
 def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None = None) -> FanOut:
-    """Return the policy for a value's number of satellites, by the current geometry."""
     sky, code = sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
     round_trip_s, moves = _round_trips(plan, access, ground=ground)
     # With a beam for each satellite several satellites transmit concurrently; through a gateway all share its beam.
@@ -166,7 +158,6 @@ def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None =
 
 BIND_SETTING = "SKYMEMORY_BIND"
 _LEAST_ROUND_TRIPS = 3
-"""Least timeout in round trips, which may be long (delay ``x100``)."""
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
@@ -174,16 +165,13 @@ def shell_of(plan: ConstellationPlan) -> Shell:
 
 
 def sky_of(plan: ConstellationPlan, ground: GroundHost | None = None) -> SkyMap:
-    """Return the places of servers, the sight from the host or ``ground``, and link lengths for ``cost`` placement."""
     shell = shell_of(plan)
     links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
     return SkyMap(plan.torus, plan.centre, *links_s, plan.sight(ground))
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
-    """Return the clock of the box's moves: by the host's ground track for presets with a real orbit, else by the
-    shell's periods. With a host on board the box never moves.
-    """
+    """Return the clock of the box's moves: by the host's ground track on a real orbit, else by the shell's periods."""
     shell = shell_of(plan)
     pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
     if plan.access == "onboard":
@@ -193,7 +181,7 @@ def clock_of(plan: ConstellationPlan) -> MoveClock:
 
 
 def tolerated_skew_s(plan: ConstellationPlan) -> float:
-    """Return the tolerated clock error: half a slot move, so that satellites differ by at most a move."""
+    """Return half a slot move: satellites then differ by at most a move."""
     if plan.time_scale == 0 or plan.access == "onboard":
         return math.inf
     return slot_move_period_s(shell_of(plan)) / plan.time_scale / 2
@@ -202,9 +190,7 @@ def tolerated_skew_s(plan: ConstellationPlan) -> float:
 def host_spec(
     plan: ConstellationPlan, host: HostShare, listen: str | None = None, authority: Authority | None = None
 ) -> HostSpec:
-    """Return the configuration of a host process. ``listen``: address to bind instead of the plan's. ``authority``:
-    keys, for plans with MACs.
-    """
+    """Return the configuration of a host process; ``listen`` replaces the address to bind."""
     mine = {satellite: (listen or ip, port) for satellite, (ip, port) in plan.addresses_of(host)}
     faults = plan.faults
     return HostSpec(
@@ -235,7 +221,7 @@ def host_spec(
 
 
 def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
-    """Return the longest direct round trip to ``satellites``, with the plan's delay scale."""
+    """Return the longest direct round trip, with the delay scale."""
     shell, torus = shell_of(plan), plan.torus
     centre = plan.centre
     slants_s = [shell.slant_one_way_s(*torus.delta(centre, satellite), plane=centre.plane) for satellite in satellites]
@@ -248,7 +234,7 @@ def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
 
 
 _ANNOUNCED_TO = 3
-"""Satellites per host process that learn a client's place: some may be disabled."""
+"""Satellites per host that learn a client's place: some may be disabled."""
 
 
 def client_of(
@@ -258,7 +244,6 @@ def client_of(
     give_up_s: float,
     ground: GroundHost | None = None,
 ) -> UdpClient:
-    """Return a client with a random ground id, bound to ``bind_ip_of``; at ``ground``, if not the plan's place."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host

@@ -1,8 +1,7 @@
 """Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
 
-A thousand requests at once, each retransmitted within a second, would keep an overloaded host from answering, and late
-answers would be dropped. So a survey limits requests in flight, retransmits less to hosts with many unanswered
-requests, accepts late answers, and waits while a host makes progress.
+A flood of retransmitted requests would keep an overloaded host from answering, so a survey limits them, accepts late
+answers, and waits while a host makes progress.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
 MOST_PATIENCES = 10
-"""Longest wait for a busy or progressing host, in timeouts."""
 _START_PATIENCE_S = 5.0
 """Timeout at start: about twenty retransmissions with injected faults."""
 _MOST_START_S = 300.0
@@ -38,20 +36,17 @@ _LOOK_S = 0.5
 _CLOCKS_OF = 3
 """Satellites per host that are asked for the time: some may be disabled."""
 _OFF = ""
-"""Host, in a survey, of satellites not expected to answer."""
+"""Host of satellites not expected to answer."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _QUIET_S = 0.3
-"""Time without a change that completes a handover; not a number of polls, which may take longer than the box stands
-still.
-"""
 
 Housekeeping = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Result of a ``rotate``. Moves are (slot, plane)."""
+    """Result of a ``rotate``; moves are (slot, plane)."""
 
     moves_before: tuple[int, int]
     moves_after: tuple[int, int]
@@ -67,8 +62,9 @@ class Rotation:
 
 
 class Silence:
-    """Timeouts for silent satellites: ``patience_s`` plus the round trip, restarted when their host answers or is
-    ``busy``, up to ``most_s``. Satellites that are ``off`` get ``patience_s`` only.
+    """Timeouts for silent satellites: ``patience_s`` plus the round trip.
+
+    They restart when the host answers or is ``busy``, up to ``most_s``; not for satellites that are ``off``.
     """
 
     def __init__(
@@ -105,7 +101,6 @@ class Silence:
 def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
-    """Return each satellite's answer, or None. Raise ``CommandsRefused`` if all answers to a PING are refusals."""
     # ``survey`` decides which satellite to ask when. Each packet is sent once, so that only the survey repeats it.
     # Answers to earlier packets count too: their operations stay in flight until the end.
     refused = False
@@ -149,7 +144,6 @@ def _ping(
 
 
 def _housekeeping(answer: Finished) -> Housekeeping:
-    """Return the housekeeping plus ``clock_off_us``, a lower bound of the clock difference."""
     off_s = max(0.0, abs(answer.report.clock_ahead_s) - answer.report.seconds / 2)
     return {**unpack_housekeeping(answer.body), "clock_off_us": round(off_s * 1e6)}
 
@@ -157,8 +151,8 @@ def _housekeeping(answer: Finished) -> Housekeeping:
 def ping_all(
     plan: ConstellationPlan, silence: Silence | float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
-    """Return the housekeeping (``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of ``satellites`` (default: all); None
-    without an answer within ``silence`` (timeouts, or seconds).
+    """Return each satellite's housekeeping and ``clock_off_us`` (lower bound of the clock difference); None without an
+    answer.
     """
     silence = silence if isinstance(silence, Silence) else Silence(silence)
     client = control_client(plan, 2 * silence.most_s)
@@ -169,7 +163,7 @@ def ping_all(
 
 
 def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> dict[str, float]:
-    """Return the seconds that each host's clock is ahead of ours, for hosts that answer or refuse."""
+    """Return the seconds that each host's clock is ahead, if it answers or refuses."""
     client = control_client(plan, 2 * patience_s)
     ahead_s: dict[str, float] = {}
     try:
@@ -195,9 +189,7 @@ def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> di
 
 
 def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the hosts whose clocks make them refuse the others' signatures, with the seconds by which they are ahead.
-    Our clock decides between halves.
-    """
+    """Return the hosts whose clocks make them refuse the others' signatures, with the seconds ahead."""
     ordered_s = sorted([*clocks_s.values(), *([0.0] if len(clocks_s) % 2 == 0 else [])])
     usual_s = ordered_s[len(ordered_s) // 2]
     return {host: ahead_s - usual_s for host, ahead_s in clocks_s.items() if abs(ahead_s - usual_s) > MAX_SKEW_S}
@@ -216,7 +208,7 @@ def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[st
 
 
 def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
-    """Return operators' manual moves, by the majority of the answers."""
+    """Return operators' moves, by majority."""
     reported = Counter(
         (answer.get("pushed_slot_moves", 0), answer.get("pushed_plane_moves", 0)) for answer in answers if answer
     )
@@ -226,7 +218,6 @@ def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
 
 
 def _migrated(answers: dict[SatelliteId, Housekeeping | None]) -> tuple[int, int]:
-    """Return the chunks handed over so far: (sent, received)."""
     alive = [answer for answer in answers.values() if answer]
     return sum(answer["chunks_migrated_out"] for answer in alive), sum(answer["chunks_migrated_in"] for answer in alive)
 
@@ -234,7 +225,7 @@ def _migrated(answers: dict[SatelliteId, Housekeeping | None]) -> tuple[int, int
 def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_s: float = 10.0) -> Rotation:
     """Move the overhead satellite by hand and wait for the handovers.
 
-    The command has the total of moves, so it is idempotent. Silent satellites learn it from a later packet.
+    Idempotent: the command has the total of moves.
     """
     if not (abs(slot_moves) <= MAX_MOVES and abs(plane_moves) <= MAX_MOVES):
         raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: expected at most {MAX_MOVES} at once")
@@ -270,7 +261,6 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
-    """Poll until the handovers stop; return the answers, and True if they stopped in time."""
     last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
@@ -291,11 +281,10 @@ def _settle(
 _MAX_FILE_BYTES = 1 << 22
 _PATIENCE_S = 3.0
 _PING_S = 0.15
-"""Timeout (plus a round trip) of pings that wait for satellites to be disabled."""
 
 
 def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
-    """Return the disabled satellites. Raise ``InvalidInput`` for a damaged file."""
+    """Return the disabled satellites; raise ``InvalidInput`` for a damaged file."""
     path = directory.outages_path
     try:
         content = json.loads(read_bounded(path, _MAX_FILE_BYTES))
@@ -326,7 +315,7 @@ def disable(directory: RunDirectory, satellites: Collection[SatelliteId]) -> fro
 
 
 def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) -> frozenset[SatelliteId]:
-    """Enable satellites (None: all), empty. Return those still disabled. Raises like ``disable``."""
+    """Enable satellites (None: all), empty; return those still disabled. Raises like ``disable``."""
     return _change(directory, satellites, alive=True)
 
 
@@ -361,7 +350,6 @@ def _mine(plan: ConstellationPlan, host: str) -> Iterable[SatelliteId]:
 def _hosts_of(
     plan: ConstellationPlan, satellites: Collection[SatelliteId], directory: RunDirectory, everywhere: bool
 ) -> set[str]:
-    """Return the hosts of these satellites, which must be on this computer."""
     unknown = [satellite for satellite in satellites if satellite not in plan.torus]
     if unknown:
         raise InvalidInput(
@@ -378,7 +366,6 @@ def _hosts_of(
 
 
 def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) -> None:
-    """Wait until all satellites answer, or none does."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while satellites:
         answers = ping_all(plan, _PING_S, satellites)
@@ -392,20 +379,18 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
 
 
 WINDOW = 64
-"""Limit of requests in flight, except overdue requests: dead satellites would block others."""
+"""Limit of requests in flight, without overdue requests."""
 OVERDUE_S = 0.25
-"""Retransmission timeout beyond the round trip; doubled each time while its host gets over ``REPEATED_PER_S``: a few
-silent satellites are cheap to retry.
-"""
+"""Retransmission timeout beyond the round trip; doubled while its host gets over ``REPEATED_PER_S``."""
 REPEATED_PER_S = 10.0
 """Limit of retransmissions to a host: fewer than it can answer in overload."""
 
 
 class Survey:
-    """Schedule of a request to each satellite, and of giving up; no I/O, no clock. ``hosts``: satellites by host.
+    """Schedule of a request to each satellite, and of giving up; no I/O, no clock.
 
-    A host is given up when all its satellites have been asked and, for ``patience_s``, none answered and it was not
-    ``busy``; at the latest ``most_s`` after its first request.
+    A host is given up if all its satellites were asked and for ``patience_s`` none answered and it was not ``busy``; at
+    the latest ``most_s`` after its first request.
     """
 
     def __init__(
@@ -419,20 +404,18 @@ class Survey:
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Requests in flight, with the times at which they become overdue, in that order."""
+        """Requests in flight, in the order in which they become overdue."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
-        """Last request to each overdue satellite."""
         self._began_s: dict[str, float] = {}
         self._progress_s: dict[str, float] = {}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Return the unanswered satellites per host not given up."""
+        """Unanswered satellites per host."""
         return {host: len(satellites) for host, satellites in self._open.items()}
 
     def to_ask(self, now_s: float) -> list[SatelliteId]:
-        """Return the satellites to ask now; the survey ends when ``waiting`` is empty."""
         self._expire(now_s)
         again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
         chosen: list[SatelliteId] = []
@@ -457,19 +440,16 @@ class Survey:
             self._waits_s[satellite] = 2 * wait_s
 
     def _max_interval_s(self, host: str) -> float:
-        """Return the longest retransmission interval, by the host's unanswered satellites."""
         return max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
 
     def _again_s(self) -> Iterator[tuple[float, SatelliteId]]:
-        """Yield the next retransmissions. Intervals shrink as others of the host answer, or the last would wait until
-        it is given up.
-        """
+        """Yield the next retransmissions; intervals shrink as others of the host answer."""
         max_s = {host: self._max_interval_s(host) for host in self._open}
         for satellite, asked_s in self._overdue.items():
             yield asked_s + min(self._waits_s[satellite], max_s[self._host_of[satellite]]), satellite
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record an answer, however late; duplicates also count as progress of the host."""
+        """Record an answer, however late; duplicates also count as progress."""
         host = self._host_of[satellite]
         self._fresh.pop(satellite, None)
         self._overdue.pop(satellite, None)

@@ -1,7 +1,4 @@
-"""Hosts with satellites in C: the daemon of ``flight/posix``, and the text file that it reads.
-
-The daemon needs no JSON and no presets: addresses, orbits and the box's speed are lines of words, computed here.
-"""
+"""Hosts with satellites in C: the daemon of ``flight/posix``, and its configuration, lines of words."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ MOST_REPLICAS = 32
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
 _LONG_S = 1e6
-"""Interval for the Earth's rotation rate: exact, because its angle is linear."""
 
 
 def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
@@ -47,7 +43,6 @@ def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
-    """Return ``kinds_of`` for the plan's hosts; raise, before anything is started, if C cannot serve them."""
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
@@ -77,7 +72,6 @@ def daemon_path() -> Path:
 
 
 def check_plan(plan: ConstellationPlan) -> None:
-    """Raise ``InvalidInput`` for settings that C does not support."""
     if plan.replicas > MOST_REPLICAS:
         raise InvalidInput(f"satellites in C keep at most {MOST_REPLICAS} replicas: use --satellite python")
 
@@ -95,7 +89,6 @@ def _gaps(torus: Torus) -> Iterator[str]:
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
-    """Yield the light delays of links and beams, and their scale."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
     if scale:
         yield f"delay-scale {scale!r}"
@@ -114,7 +107,6 @@ def _delays(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _orbits(sight: OrbitSight) -> Iterator[str]:
-    """Yield the closed form of ``OrbitSight``, which the daemon evaluates at any time."""
     shell, epoch_s = sight.shell, sight.epoch_unix_s
     numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
     yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
@@ -180,7 +172,7 @@ def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
 
 
 def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = None, record: Path | None = None) -> str:
-    """Return the configuration of the daemon of ``host``. ``record``: its pid file, in the run directory.
+    """Return the configuration of the daemon of ``host``; ``record`` is its pid file.
 
     Raises:
         InvalidInput: a plan that satellites in C cannot serve, or a path with a line break.
@@ -238,7 +230,7 @@ def become_daemon(text: str, host: HostShare, run_dir: Path | None, supervisor_f
     """Replace this process by the daemon, which keeps its pid and so its record.
 
     Raises:
-        ConstellationError: it was not built, or cannot be run.
+        ConstellationError: it cannot be run.
     """
     daemon = daemon_path()
     # In memory, not in a file that would have to be removed; the daemon opens it by its descriptor number.

@@ -47,7 +47,7 @@ class _Line:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """Return a uvloop loop if installed (faster for single packets, equal for batches), else a standard loop."""
+    """Return a uvloop loop if installed: faster for single packets."""
     try:
         import uvloop
     except ImportError:
@@ -87,8 +87,8 @@ async def _serve(
             line.ready()
 
     def follow_outages(served: UdpHost) -> None:
-        """Apply disabled satellites, now and at each SIGHUP. If a port is taken, retry: a search for free ports binds
-        each for a moment.
+        """Apply disabled satellites, now and at each SIGHUP; retry taken ports, which a search for free ports binds
+        briefly.
         """
         # ``again`` is the pending retry; a signal replaces it, so that at most one is pending.
         trouble, again = "", loop.call_soon(lambda: None)
@@ -128,11 +128,10 @@ def run_host(
     insecure: bool = False,
     kind: Kind = "python",
 ) -> None:
-    """Serve ``host`` until stopped; record the process in ``directory``, if any. With ``kind`` ``c`` this process
-    becomes the daemon, and the call does not return.
+    """Serve ``host`` until stopped; with ``kind`` ``c`` this process becomes the daemon.
 
     Raises:
-        InvalidInput: other computers could command the host without a key, and ``insecure`` is False.
+        InvalidInput: other computers could command the host without a key.
     """
     # Recorded before the sockets are bound: `down` must find this process even if it hangs there.
     check_exposure(plan, host, listen, insecure)

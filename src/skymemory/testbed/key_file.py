@@ -43,7 +43,7 @@ def _key(found: Any, where: str) -> SecretKey:
 
 
 def from_json(text: str, where: str) -> KeyRing:
-    """Parse a key ring. Raises ``InvalidInput``, whose message contains no secret."""
+    """Parse a key ring; errors (``InvalidInput``) contain no secret."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -90,7 +90,6 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
-    """Replace a key file atomically, readable by its owner only."""
     if not path.name:
         raise InvalidInput(f"cannot write the keys to {path}: it is a folder, expected a file's name")
     try:
@@ -102,14 +101,14 @@ def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
 
 
 def new_keys(path: Path) -> KeyRing:
-    """Create a file with a new key. Raises ``InvalidInput`` if the file exists."""
+    """Create a file with a new key; raise ``InvalidInput`` if it exists."""
     ring = first_ring(new_secret())
     write_keys(ring, path, replace=False)
     return ring
 
 
 class KeyFollower:
-    """Follower of a key file for an ``Authority``. An unreadable file is reported to ``say`` and changes nothing."""
+    """Follower of a key file; an unreadable file changes nothing."""
 
     def __init__(
         self, path: Path, auth: str = "on", say: Callable[[str], None] | None = None, look_s: float = LOOK_S
@@ -129,7 +128,7 @@ class KeyFollower:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def refresh(self) -> float:
-        """Reload a changed file; check at most every ``look_s``. Return the ``time.monotonic`` of the next check."""
+        """Reload a changed file, at most every ``look_s``; return the ``time.monotonic`` of the next check."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._look_s

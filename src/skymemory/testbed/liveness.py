@@ -1,7 +1,5 @@
-"""Progress of starting processes: logging, reading files, using a processor or waiting for it. Also a guard that ends a
-process when this process ends.
-
-Progress is read from Linux' ``/proc``; without it, only the log and the time count.
+"""Progress of starting processes (from Linux' ``/proc``, else log and time only), and a guard that ends them with this
+process.
 """
 
 from __future__ import annotations
@@ -18,20 +16,14 @@ from skymemory.errors import SkyMemoryError
 SHARE = 0.3
 """Share of the time that a busy process ran or waited to run."""
 IDLE_S, MOST_S = 60.0, 1800.0
-"""Limits of a start: without progress, and in all."""
 _LOOK_S = 0.5
 _READ_BYTES_PER_S = 1 << 20
-"""Read rate of a loading process, however little processor it uses."""
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
-"""Guard of a service that does not end with its standard input: a shell whose own input ends with this process, and
-which then ends the service.
-"""
+"""Shell that ends the service when its own input, held by this process, ends."""
 
 
 def wanted_s(pid: int) -> float | None:
-    """Return the seconds that a process has run or waited for a CPU; None if unknown. Without schedstat in the kernel,
-    only the running time.
-    """
+    """Return the seconds that a process has run or, with schedstat, waited for a CPU."""
     try:
         ran_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text("ascii").split())
         if ran_ns:
@@ -42,9 +34,7 @@ def wanted_s(pid: int) -> float | None:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name (which may contain anything): state, parent, group,
-    session, …
-    """
+    """Return the fields of /proc/PID/stat after the name: state, parent, group, session, …"""
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
@@ -60,7 +50,7 @@ def is_runnable(pid: int) -> bool:
 
 
 class Demand:
-    """Detector of busy processes, running or waiting for a CPU: late but not hung."""
+    """Detector of processes that run or wait for a CPU: late but not hung."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
@@ -83,8 +73,6 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Activity of a process and its session."""
-
     processor_s: float
     read_bytes: int
     log: str
@@ -92,7 +80,7 @@ class Activity:
 
 
 def activity(pid: int, log: str) -> Activity:
-    """Sum the activity of the session that ``pid`` leads, or else of ``pid`` alone. ``log``: its output."""
+    """Sum the activity of the session that ``pid`` leads, or else of ``pid`` alone."""
     processor_s, read_bytes, runnable = 0.0, 0, False
     for number in _session(pid):
         try:
@@ -127,7 +115,7 @@ def _session(pid: int) -> list[int]:
 class StartWait:
     """Wait for a process to be ready: over ``idle_s`` after its last progress, or ``most_s`` after its start.
 
-    The process should lead a session, so that its children count too.
+    The process should lead a session, so that its children count.
     """
 
     def __init__(
@@ -139,7 +127,6 @@ class StartWait:
         idle_s: float = IDLE_S,
         most_s: float = MOST_S,
     ) -> None:
-        """``what``: the process in words. ``log``: reads its output, or the end of it; called every half second."""
         self._what = what
         self._pid = pid
         self._log = log
@@ -169,7 +156,6 @@ class StartWait:
             raise self.error()
 
     def error(self) -> SkyMemoryError:
-        """Return the error of a wait that is over, with the limit, the last activity and advice."""
         now_s = time.monotonic()
         idle_s = now_s - self._progress_s
         limit = (
@@ -183,7 +169,6 @@ class StartWait:
         )
 
     def on_exit(self, code: int) -> SkyMemoryError:
-        """Return the error of a process that ended early."""
         words = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return SkyMemoryError(
             f"{self._what} did not start: it ended after {self.seconds:.0f} s, {words}; {self._printed()}"
@@ -210,7 +195,7 @@ class StartWait:
 
 
 def guard(pid: int) -> subprocess.Popen[bytes]:
-    """End the process group ``pid`` when this process ends in any way, unless the guard was killed before."""
+    """End the process group ``pid`` when this process ends in any way."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, str(pid)],
         stdin=subprocess.PIPE,

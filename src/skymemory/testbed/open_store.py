@@ -35,26 +35,24 @@ EXPECTED = (
 _PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 _YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
-"""Options about writes that every store accepts."""
 
 
 def open_store(where: str = "constellation") -> Store:
     """Open a store by its address.
 
-    Addresses of single stores (all but ``constellation`` accept ``name=NAME``, for reports and metrics):
+    Single stores (all but ``constellation`` accept ``name=NAME``):
 
-    - ``memory`` or ``memory://4GiB``: in this process; ``?policy=lru`` or another policy of ``eviction``.
-    - ``disk:///directory?budget=60GiB``: one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above.
-    - ``redis://host:6379/0`` or ``unix:///run/redis.sock``: ``?timeout=2s``.
-    - ``rediss://host?ca=FILE``: TLS, with a PEM file of its authority (default: the system's).
-    - ``constellation``: this user's, as started by ``skymemory constellation up``; or ``constellation:///run/dir``,
-      with ``?index=no&access=gateway``, and for a host elsewhere than the plan's ``&lat=52.5&lon=13.4`` (degrees).
+    - ``memory`` or ``memory://4GiB``: in this process; ``?policy=lru``.
+    - ``disk:///directory?budget=60GiB``: one process at a time; ``&sync=each``, ``&policy=lru``.
+    - ``redis://host:6379/0``, ``rediss://host?ca=FILE`` (TLS) or ``unix:///run/redis.sock``: ``?timeout=2s``.
+    - ``constellation`` (this user's) or ``constellation:///run/dir``: ``?index=no&access=gateway``, and
+      ``&lat=52.5&lon=13.4`` for another place than the plan's.
 
-    Several stores as a hierarchy, the nearest first: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``
-    (an ``&`` within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
+    Hierarchies, the nearest first: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB`` (an ``&`` within a
+    tier's address is ``%26``), or ``tiers:///file.toml``.
 
-    Every address accepts ``?admit=second`` (stores only values offered twice), ``?tenant=NAME&quota=SIZE`` (a limit for
-    the tenant) and ``?seal=FILE`` (encrypts values with the tenant's key file, from `skymemory keys new`).
+    Every address accepts ``?admit=second`` (stores only values offered twice), ``?tenant=NAME&quota=SIZE`` and
+    ``?seal=FILE`` (encrypts values with a key file).
 
     Raises:
         InvalidInput: an invalid address.
@@ -70,12 +68,11 @@ def open_store(where: str = "constellation") -> Store:
 
 
 def without_password(address: str) -> str:
-    """Return the address for logs."""
     return _PASSWORD.sub(r"\1***@", address)
 
 
 def kinds_of(where: str) -> list[str]:
-    """Return the kinds of an address's stores, the nearest first, such as ``["memory", "redis"]``. Opens none.
+    """Return the kinds of an address's stores, the nearest first, without opening them.
 
     Raises:
         InvalidInput: a hierarchy that cannot be read.
@@ -99,7 +96,6 @@ def _refused(where: str, why: str) -> InvalidInput:
 
 
 def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
-    """Wrap the store by its options about writes."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
             raise _refused(where, f"admit={quoted(rules['admit'])}: expected all or second")
@@ -156,7 +152,6 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
 
 
 def _ground(options: dict[str, str], where: str) -> GroundHost | None:
-    """Return the host's place, if it differs from the plan's."""
     if "lat" not in options and "lon" not in options:
         return None
     try:
@@ -168,7 +163,7 @@ def _ground(options: dict[str, str], where: str) -> GroundHost | None:
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:
-    """Check the database: redis-py takes an invalid database for 0, and joins the digits of two."""
+    """Check the database: redis-py takes an invalid database for 0."""
     if kind == "unix":
         if not place:
             raise _refused(where, "expected unix:///REDIS.sock")
@@ -192,7 +187,6 @@ def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> N
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
-    """Open the hierarchy; on failure, close the tiers opened before."""
     if place and options:
         raise _refused(where, f"unknown option {quoted(options[0][0])}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
@@ -214,7 +208,6 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
 
 
 def _number(plan: HierarchyPlan, opened: list[tuple[Store, TierSettings]]) -> str:
-    """Return the number of the failed tier; empty if all opened but do not fit together."""
     return f"{len(opened) + 1}: " if len(opened) < len(plan.tiers) else ""
 
 
@@ -267,7 +260,6 @@ def _text(value: Any) -> str:
 
 
 def _switch(value: Any) -> bool:
-    """Read true or false of a file, yes or no of an address."""
     switch = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
     if switch is None:
         raise InvalidInput(f"expected true or false (in an address: yes or no), got {value!r}")

@@ -1,8 +1,4 @@
-"""Plan of a constellation: the configuration that hosts and clients share.
-
-A frozen object and a file (``constellation.json``, see ``plan_file``), read by processes of several computers. No
-sockets, no processes here.
-"""
+"""Plan of a constellation: the configuration that hosts and clients share."""
 
 from __future__ import annotations
 
@@ -35,9 +31,7 @@ from skymemory.testbed.key_file import KeyFollower
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """Memory policy of satellites. ``eviction``: comma-separated names of ``protocol.satellite.state``, or ``none``.
-    ``sweep_s``: interval of sweeps.
-    """
+    """Memory policy of satellites; ``eviction`` names policies of ``protocol.satellite.state``, or ``none``."""
 
     eviction: str = "lazy"
     replacement: str = DEFAULT_REPLACEMENT
@@ -52,7 +46,6 @@ class MemoryPolicy:
 
     @property
     def lazy(self) -> bool:
-        """Return True if clients evict the rest of a block that lost a chunk."""
         return "lazy" in parse_policies(self.eviction)
 
     def satellites(self, replicas: int = 1) -> EvictionConfig:
@@ -61,8 +54,9 @@ class MemoryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Place of the host, its elevation mask, and its gateway rule (``GATEWAY_RULES``); degrees. With ``waypoints``
-    (satellites' time since the epoch) the host moves; latitude and longitude are then ignored.
+    """Place of the host in degrees, its elevation mask and gateway rule.
+
+    With ``waypoints`` (satellites' seconds since the epoch) the host moves; latitude and longitude are ignored.
     """
 
     latitude_deg: float = DEFAULT_HOST.latitude_deg
@@ -86,20 +80,16 @@ class Ground:
         return GroundHost(self.latitude_deg, self.longitude_deg)
 
     def track(self, preset: Preset) -> Track | None:
-        """Return the overhead point's track; None for presets with a fixed centre."""
         if preset.fixed_centre is not None:
             return None
         return track_over(preset.shell, self.place, preset.epoch_unix_s)
 
     def centre(self, preset: Preset) -> SatelliteId:
-        """Return the satellite overhead at the epoch."""
         track = self.track(preset)
         return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
 
     def check_reach(self, preset: Preset) -> None:
-        """Raise ``InvalidInput`` if no satellite ever rises above the mask; for a moving host, at none of its
-        places.
-        """
+        """Raise ``InvalidInput`` if no satellite ever rises above the mask."""
         if preset.fixed_centre is not None:
             return
         farthest_deg = farthest_latitude_deg(preset.shell, self.mask_deg)
@@ -119,7 +109,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class PlaceSight:
-    """Sight of a second host. ``box``: sight of the plan's host, around which the box is."""
+    """Sight of a second host; the box stays around the plan's host."""
 
     box: OrbitSight
     own: OrbitSight
@@ -142,7 +132,6 @@ class PlaceSight:
         return self.box.blocked(here, there, centre, sky_s)
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
-        """Return the centre of a box around this host, pushed like the plan's."""
         plane, slot = self.box.track.cell_at(sky_s)
         own_plane, own_slot = self.own.track.cell_at(sky_s)
         return self.own.shell.torus.wrap(centre.plane - plane + own_plane, centre.slot - slot + own_slot)
@@ -150,7 +139,7 @@ class PlaceSight:
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
-"""First port, below the ephemeral ports (32768 and up on Linux)."""
+"""First port, below the ephemeral ports."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
 FAN_OUTS = ("size", "fixed")
@@ -163,7 +152,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def parse_ip(text: str, where: str) -> str:
-    """Parse an IP address; return it as sockets spell senders.
+    """Return an IP address as sockets spell senders.
 
     Raises:
         InvalidInput: not an address, or an IPv6 address valid on a single link.
@@ -187,13 +176,12 @@ def parse_ip(text: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """UDP ports from ``base_port`` on, without the gaps ``skipped`` (first, last)."""
+    """UDP ports from ``base_port`` on, without gaps (first, last)."""
 
     base_port: int
     skipped: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> list[int]:
-        """Return the first ``count`` ports; they may exceed ``MAX_PORT``."""
         ports: list[int] = []
         at = self.base_port
         for gap_first, gap_last in self.skipped:
@@ -204,9 +192,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """Share of a host process: all satellites of ``planes``, each on a UDP port from ``base_port`` on.
-    ``skipped_ports``: gaps (first, last), ascending.
-    """
+    """Planes of a host process, with a UDP port per satellite; ``skipped_ports`` are gaps (first, last), ascending."""
 
     name: str
     ip: str
@@ -244,7 +230,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults injected into received packets, as shares (0 to 1), seeded."""
+    """Shares (0 to 1) of received packets with injected faults, seeded."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -267,9 +253,8 @@ class Faults:
 class ConstellationPlan:
     """Configuration of a constellation. Bytes, seconds (Unix time for the epoch), indices from 0.
 
-    ``centre``: satellite overhead without moves. ``delay_scale``: delays relative to light, 0 for none. ``time_scale``:
-    speed of the clock from ``epoch_s`` on; 0 stands still (``rotate`` moves the box). With access ``onboard`` the host
-    is the satellite ``centre``.
+    ``centre`` is overhead without moves, and with access ``onboard`` the host. ``delay_scale`` is relative to light.
+    ``time_scale`` is the clock's speed; 0 stands still.
     """
 
     preset: str
@@ -290,27 +275,20 @@ class ConstellationPlan:
     replicas: int = 1
     pushed_slot_moves: int = 0
     pushed_plane_moves: int = 0
-    """Moves that ``rotate`` added to the clock, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
-    """Mode of ``AUTH_MODES``."""
     keys_file: str = ""
-    """Key file, unless ``auth`` is off; relative in a plan file."""
+    """Key file; relative in a plan file."""
     fan_out: str = ""
-    """Satellites per value. ``size``: by the value's size, at most ``servers``. ``fixed``: ``servers``. Empty: by size
-    if ``servers`` is the preset's number. (Earlier releases' plans are fixed.)
+    """Satellites per value: ``size`` (at most ``servers``) or ``fixed``; empty: ``size`` if ``servers`` is the
+    preset's.
     """
     preset_version: int = 1
-    """Version of the preset; 1 in earlier releases' plans."""
 
     links: Links | None = None
-    """Capacity of links; None: unlimited, as in earlier releases' plans."""
     flown: FlownShell | None = None
-    """Constellation of real satellites, named by ``preset``."""
     unix_at_boot_s: float | None = field(default=None, compare=False)
-    """Origin of this computer's clocks (``UnixClock.count_from``); None: the wall clock. Stored in a separate file: the
-    plan's may be another computer's.
-    """
+    """Origin of this computer's clocks (``UnixClock.count_from``); None: the wall clock."""
 
     def __post_init__(self) -> None:
         preset = self.constellation
@@ -355,9 +333,7 @@ class ConstellationPlan:
         self._check_hosts()
 
     def _check_seam(self, torus: Torus) -> None:
-        """Refuse a Walker star: twice a day its seam passes over a host, and the box would have to go round all
-        planes.
-        """
+        """Refuse a Walker star: its seam passes over a host twice a day."""
         _require(
             not torus.seam,
             f"{self.preset} is a Walker star: its planes pass over a host climbing for half a day, then descending, "
@@ -414,7 +390,6 @@ class ConstellationPlan:
 
     @property
     def constellation(self) -> Preset:
-        """Return the plan's version of the preset, or the real satellites."""
         if self.flown is not None:
             return self.flown.preset()
         return preset_named(self.preset, self.preset_version)
@@ -425,7 +400,6 @@ class ConstellationPlan:
 
     @property
     def by_size(self) -> bool:
-        """Return True if clients choose the number of satellites by a value's size."""
         if self.fan_out:
             return self.fan_out == "size"
         return self.servers == self.constellation.servers
@@ -435,7 +409,6 @@ class ConstellationPlan:
         return self.torus.size * self.memory_per_satellite_bytes
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
-        """Yield a host's satellites with addresses, by port."""
         torus = self.torus
         cells = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
         for cell, port in zip(cells, host.ports(self.slots_per_plane), strict=True):
@@ -447,7 +420,6 @@ class ConstellationPlan:
 
     @property
     def is_ipv6(self) -> bool:
-        """Return True if all hosts have IPv6 addresses; otherwise none has."""
         return self.hosts[0].is_ipv6
 
     def parse_own_ip(self, text: str, where: str) -> str:
@@ -464,7 +436,6 @@ class ConstellationPlan:
         return ip
 
     def host_named(self, which: str) -> HostShare:
-        """Return a host by name or number (from 0)."""
         for number, host in enumerate(self.hosts):
             if which in (host.name, str(number)):
                 return host
@@ -476,7 +447,6 @@ def _chosen(preset: str | Preset) -> Preset:
 
 
 def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
-    """Return contiguous planes per host, as even as possible."""
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
@@ -527,11 +497,10 @@ def make_plan(
     keys_file: str = "",
     links: Links | None = None,
 ) -> ConstellationPlan:
-    """Make a plan with the preset's defaults. Default ``hosts``: five on this computer; default strategy with access
-    ``onboard``: ``hop``. With ``servers`` every value has that many satellites; else its size decides.
+    """Make a plan with the preset's defaults; without ``servers`` a value's size decides.
 
     Raises:
-        InvalidInput: an impossible setting, or a place where no satellite ever rises above the horizon.
+        InvalidInput: an impossible setting, or a place where no satellite ever rises.
     """
     chosen = _chosen(preset)
     ground = ground or Ground(gateway=chosen.gateway)
@@ -567,7 +536,7 @@ def make_plan(
 
 
 AUTH_MODES = ("off", "on", "answers", "every")
-"""No MACs; MACs on commands; also on answers to clients, except DATA; on every packet."""
+"""No MACs; MACs on commands; also on answers except DATA; on every packet."""
 DEFAULT_AUTH = "answers"
 
 
@@ -583,7 +552,6 @@ def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
 
 
 def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = None) -> KeyFollower | None:
-    """Return a follower of the plan's keys; None without MACs."""
     if plan.auth == "off":
         return None
     return KeyFollower(Path(plan.keys_file), plan.auth, say)

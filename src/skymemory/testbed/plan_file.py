@@ -32,7 +32,6 @@ _POLL_S = 0.02
 
 
 def to_json(plan: ConstellationPlan) -> str:
-    """Return the plan as indented JSON, ``version`` first."""
     fields = dataclasses.asdict(plan)
     if plan.access == "ideal":
         fields["access"] = IDEAL_ONCE  # the name that every release reads
@@ -95,7 +94,6 @@ def _mapping(value: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def _build(kind: type[Part], fields: dict[str, Any], where: str) -> Part:
-    """Return ``kind(**fields)``; its errors begin with ``where``."""
     try:
         return kind(**fields)
     except InvalidInput as error:
@@ -109,7 +107,7 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
-    """Parse a plan. Raises ``InvalidInput`` with ``where``, the key and what was expected."""
+    """Parse a plan; errors (``InvalidInput``) have ``where``, the key and what was expected."""
     try:
         content = parse_json(text)
     except InvalidInput as error:
@@ -202,12 +200,11 @@ def load_plan(path: Path) -> ConstellationPlan:
 
 
 def write_clock(path: Path, unix_at_boot_s: float) -> None:
-    """Record the origin of time for this computer's processes, until it restarts."""
     write_private(path, json.dumps({"boot": boot_id(), "unix_at_boot_s": unix_at_boot_s}) + "\n")
 
 
 def read_clock(path: Path) -> float | None:
-    """Return the origin of time; None (wall clock) if unknown since this computer's start."""
+    """Return the origin of time since this computer's start, if known."""
     boot = boot_id()
     try:
         content = json.loads(read_bounded(path, _MAX_CLOCK_BYTES))
@@ -221,8 +218,10 @@ def read_clock(path: Path) -> float | None:
 
 @contextmanager
 def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
-    """Lock the plan's folder for read-modify-write by processes of this computer; leaves no file. Raises
-    ConstellationError after ``patience_s``.
+    """Lock the plan's folder for this computer's processes, without a file.
+
+    Raises:
+        ConstellationError: locked for ``patience_s``.
     """
     deadline_s = time.monotonic() + patience_s
     handle = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -243,7 +242,6 @@ def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
 
 
 def save_plan(plan: ConstellationPlan, path: Path) -> None:
-    """Replace a plan file atomically."""
     if not path.name:
         raise InvalidInput(f"cannot write the plan {path}: it is a folder, expected a file's name")
     keys_file = Path(plan.keys_file)

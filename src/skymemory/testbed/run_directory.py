@@ -1,7 +1,5 @@
-"""Run directory of a constellation: plan, lock, a pid file and a log per host process; free UDP ports.
-
-Default: ``$SKYMEMORY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/skymemory``, else ``skymemory-<uid>`` in the folder of
-temporary files. A pid file has the process's start time, to recognise a reused pid.
+"""Run directory of a constellation: plan, lock, a pid file (with start time) and a log per host process; free UDP
+ports.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ def default_run_directory() -> Path:
 
 
 def process_start(pid: int) -> str | None:
-    """Return a process's start time as an opaque string; None if there is none (or only a zombie).
-
-    Boot id and clock ticks since boot from ``/proc``, else from ``ps``.
-    """
+    """Return a living process's start time as an opaque string."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -118,12 +113,9 @@ class ProcessRecord:
 
 
 class RunDirectory:
-    """Run directory. Files are created on demand, readable by this user only."""
-
     def __init__(self, path: Path | None = None) -> None:
         self.path = (path or default_run_directory()).absolute()
         self._locked_by: int | None = None
-        """Thread that holds this object's lock."""
 
     @property
     def plan_path(self) -> Path:
@@ -131,7 +123,6 @@ class RunDirectory:
 
     @property
     def index_path(self) -> Path:
-        """Return the path of the ground's index of stored values."""
         return self.path / INDEX_NAME
 
     @property
@@ -139,11 +130,9 @@ class RunDirectory:
         return self.path / OUTAGES_NAME
 
     def write_kinds(self, kinds: Mapping[str, Kind]) -> None:
-        """Record the kind of each host's satellites, for restarts; Python hosts are left out."""
         write_private(self.path / KINDS_NAME, json.dumps(dict(kinds)) + "\n")
 
     def kind_of(self, host: str) -> Kind:
-        """Return the kind of satellites to start for ``host``."""
         try:
             kinds = json.loads(read_bounded(self.path / KINDS_NAME, _MAX_KINDS_BYTES))
         except FileNotFoundError:
@@ -154,7 +143,6 @@ class RunDirectory:
 
     @property
     def keys_path(self) -> Path:
-        """Return the path of the keys, if started without a key file."""
         return self.path / KEYS_NAME
 
     def log_path(self, host: str) -> Path:
@@ -164,7 +152,7 @@ class RunDirectory:
         return self.path / f"{host}.pid"
 
     def create(self) -> None:
-        """Create the directory. Refuse another user's, or one writable by others: its files say which processes to
+        """Create the directory; refuse another user's, or one writable by others: its files say which processes to
         kill.
         """
         try:
@@ -186,8 +174,10 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Lock the directory while starting or stopping; reentrant per thread and object. Raises ConstellationError
-        after ``patience_s``.
+        """Lock the directory; reentrant per thread and object.
+
+        Raises:
+            ConstellationError: locked for ``patience_s``.
         """
         if self._locked_by == threading.get_ident():
             yield
@@ -227,7 +217,6 @@ class RunDirectory:
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Write the plan, new keys if needed, and the origin of time, by the wall clock."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
@@ -242,7 +231,7 @@ class RunDirectory:
             raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
-        """Return a running constellation's plan. Raises ``NoConstellation`` if all its processes here have died."""
+        """Return a running constellation's plan; raise ``NoConstellation`` if all its processes here have died."""
         plan = self.read_plan()
         if self.recorded_hosts() and not self.living():
             raise NoConstellation(
@@ -258,9 +247,7 @@ class RunDirectory:
         write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start, "kind": kind}) + "\n")
 
     def read_record(self, host: str) -> ProcessRecord | None:
-        """Return the recorded process, alive or not; None without a record. If the file is damaged, the running process
-        of this host, if any.
-        """
+        """Return the recorded process, alive or not; if the file is damaged, the running process."""
         try:
             record = json.loads(read_bounded(self.pid_path(host), _MAX_PID_FILE_BYTES))
         except FileNotFoundError:
@@ -273,7 +260,7 @@ class RunDirectory:
         return self.running().get(host)
 
     def running(self) -> dict[str, ProcessRecord]:
-        """Return running host processes by command line; empty without ``/proc``."""
+        """Return running host processes by command line."""
         # Pid files may be lost or damaged (a full disk, a user): the command line names host and directory.
         records = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -337,16 +324,13 @@ class RunDirectory:
 # UDP ports are checked before processes are started, so that errors can name the port.
 
 
-class PortTaken(ConstellationError):
-    """Error: a port of the plan is in use."""
+class PortTaken(ConstellationError): ...
 
 
 _LAST_BASE_PORT = 32_768
-"""End of the searched ports: start of the ephemeral range."""
 
 
 def _bind_error(address: tuple[str, int]) -> int:
-    """Return 0 if the address can be bound, else the error number."""
     try:
         with udp_socket(address[0]) as probe:
             probe.bind(address)
@@ -356,13 +340,12 @@ def _bind_error(address: tuple[str, int]) -> int:
 
 
 def check_ports(plan: ConstellationPlan) -> None:
-    """Raise ``ConstellationError`` for the first port that cannot be bound here."""
     for host in plan.hosts:
         check_host_ports(plan, host)
 
 
 def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
-    """Check a single host's ports; ``listen``: another address."""
+    """Raise ``ConstellationError`` for the first port that cannot be bound here."""
     for satellite, (planned_ip, port) in plan.addresses_of(host):
         ip = listen or planned_ip
         number = _bind_error((ip, port))
@@ -383,7 +366,7 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 
 
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
-    """Return ``count`` free UDP ports: consecutive below the ephemeral range, else any.
+    """Return free UDP ports: consecutive below the ephemeral range, else any.
 
     The search starts by process and ``attempt``, so that parallel searches differ.
     """
@@ -415,7 +398,7 @@ _YOUNG_S = 60.0
 
 @contextmanager
 def temporary_run_directory(kind: str = "") -> Iterator[Path]:
-    """Yield a temporary run directory, removed at the end. First remove those of this user's killed demos."""
+    """Yield a temporary run directory; first remove those of killed demos."""
     remove_left_behind(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
     handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -429,7 +412,7 @@ def temporary_run_directory(kind: str = "") -> Iterator[Path]:
 
 
 def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
-    """Remove and return killed demos' folders in ``parent`` without running satellites."""
+    """Remove and return killed demos' folders in ``parent``."""
     now_s = time.time() if now_s is None else now_s
     removed = []
     for folder in sorted(parent.glob(f"{PREFIX}*")):
@@ -441,7 +424,6 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 
 
 def _is_left_behind(folder: Path, now_s: float) -> bool:
-    """Return True for a killed demo's folder. Raises OSError if it is inaccessible or vanishes."""
     status = folder.lstat()
     # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and its lock is free. The
     # system releases the lock when the demo ends in any way.

@@ -1,10 +1,7 @@
 """Supervisor of this computer's host processes: starts, watches and stops them.
 
-``start`` is atomic: either every host runs, or none does and the run directory is unchanged.
-
-Supervisor and child share a socket pair. The child sends ``ready`` once its satellites listen; the supervisor sends
-``stay`` to leave it running in the background. A child whose socket closes before ``stay`` stops: a supervisor that
-dies while starting, or in the foreground, leaves nothing running.
+Over a socket pair the child sends ``ready`` once its satellites listen; ``stay`` leaves it in the background. A child
+whose socket closes before ``stay`` stops, so a dead supervisor leaves nothing running.
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ GRACE_S = 3.0
 MOST_GRACE_S = 60.0
 _END_LOOK_S = 0.5
 START_PATIENCE_S = 30.0
-"""Timeout of a host that is neither ready nor busy."""
 MOST_START_S = 600.0
 POLL_S = 0.05
 _LOOK_S = 1.0
@@ -53,18 +49,15 @@ FREE_PORT_ATTEMPTS = 5
 
 
 Confirm = Callable[[ConstellationPlan, Callable[[], Collection[str]]], None]
-"""Check of a started constellation; the second argument returns the busy hosts."""
+"""Check of a started constellation, given a function that returns the busy hosts."""
 
 
-class AlreadyRunning(ConstellationError):
-    """Error: a constellation already runs in this run directory."""
+class AlreadyRunning(ConstellationError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State of a host process: ``running``, ``dead``, or ``elsewhere`` (not started here). ``kind``: of its satellites,
-    if running.
-    """
+    """State of a host process: ``running``, ``dead``, or ``elsewhere`` (not started here)."""
 
     name: str
     state: str
@@ -76,15 +69,12 @@ class HostState:
 
 @dataclass(slots=True)
 class Started:
-    """Started constellation; no ``children`` if in the background."""
-
     plan: ConstellationPlan
     seconds: float
     children: list[Child]
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Return a process's resident memory with shared pages; None if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -119,7 +109,6 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
-    """Wait until each child's satellites listen, while any child makes progress."""
     started_s = progress_s = look_s = time.monotonic()
     demand = Demand({child.host.name: child.process.pid for child in children})
     with selectors.DefaultSelector() as selector:
@@ -153,11 +142,14 @@ def start(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Start every host of ``plan`` here; return when all listen. ``kinds``: of hosts not in Python.
+    """Start every host of ``plan`` here, or none; return when all listen and ``confirm`` accepts.
 
-    Then ``confirm`` is called; if it raises, all are stopped. With ``foreground`` the children stay attached, to be
-    watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``. Raises
-    ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing running.
+    With ``foreground`` the children end with this process. A ``gate`` entered by the caller also covers the time until
+    ``watch``.
+
+    Raises:
+        AlreadyRunning: a constellation runs in this directory.
+        ConstellationError: a host does not start.
     """
     # All or nothing: an exception before ``pop_all`` ends the children first, then removes the files, in the reverse
     # order of ``undo``. The gate defers signals until ``check``, so that none arrives between a spawn and its record.
@@ -194,10 +186,9 @@ def revive(
     kept: list[Child] | None = None,
     wrong: Collection[str] = (),
 ) -> list[str]:
-    """Restart this computer's dead hosts, and ``wrong`` hosts; return their names when their satellites listen.
+    """Restart this computer's dead and ``wrong`` hosts, all or none; return their names when they listen.
 
-    They start empty, with pushed moves from the plan, and learn later moves from neighbours. Atomic: all run, or none.
-    With ``kept`` the children stay attached, and are appended to it.
+    They start empty, and learn moves from neighbours. Children stay attached if ``kept``.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
@@ -233,7 +224,7 @@ def start_on_free_ports(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Run ``start`` on free ports; on other ports if these are taken first."""
+    """Run ``start`` on free ports; on others if these are taken first."""
     for attempt in range(FREE_PORT_ATTEMPTS):
         plan = plan_at(free_ports(satellites, attempt=attempt))
         try:
@@ -245,9 +236,7 @@ def start_on_free_ports(
 
 
 def watch(directory: RunDirectory, started: Started, say: Callable[[str], None], gate: SignalGate | None = None) -> int:
-    """Watch a constellation in the foreground until a signal (return 0) or the end of the last host (return 1); then
-    stop it.
-    """
+    """Watch a constellation until a signal (return 0) or the end of the last host (return 1); then stop it."""
     alive = list(started.children)
     with gate or SignalGate() as gate:
         while alive and not gate.closed:
@@ -263,9 +252,7 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
 
 
 def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
-    """Stop this directory's host processes and remove its files; return the numbers of stopped and of killed processes.
-    Waits for a command that is starting them.
-    """
+    """Stop the host processes and remove their files; return the numbers of stopped and of killed processes."""
     if not directory.path.is_dir():
         return 0, 0
     # Find processes by command line (a pid file may be lost or damaged) and by pid file (a system may have no
@@ -292,7 +279,6 @@ def inspect(directory: RunDirectory) -> list[HostState]:
 
 
 def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
-    """Record the plan of a constellation on other computers, to use it from here."""
     with directory.locked():
         _refuse_if_running(directory)
         directory.sweep()
@@ -303,11 +289,9 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalGate:
-    """Context manager that defers SIGINT, SIGTERM and SIGHUP: they only set ``closed``, and ``check`` raises
-    KeyboardInterrupt.
+    """Context manager that defers SIGINT, SIGTERM and SIGHUP until ``check`` raises KeyboardInterrupt.
 
-    Reentrant, so that a gate covers several steps. Outside the main thread the gate stays open: Python delivers no
-    signals there.
+    Reentrant; without effect outside the main thread, which alone gets signals.
     """
 
     def __init__(self) -> None:
@@ -378,7 +362,6 @@ def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line
 
 
 def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
-    """Start the process of ``host`` in its own session, logging to its log file."""
     ours, theirs = socket.socketpair()
     # Otherwise BLAS starts a thread per core, with buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -406,7 +389,7 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
 def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) -> int:
     """Terminate processes, kill those that do not end, and return their number.
 
-    The grace period restarts while a process is busy: it will handle the signal, unlike a hung process.
+    The grace period restarts while a process is busy.
     """
     targets = [record for record in records if record.alive]
     for record in targets:
@@ -423,9 +406,6 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
 
 
 def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
-    """Wait for the end of all processes (pids by name). The grace period restarts while any is busy, up to
-    ``MOST_GRACE_S``.
-    """
     started_s = progress_s = look_s = time.monotonic()
     demand, every_s = Demand(living()), min(_END_LOOK_S, grace_s / 2)
     while remaining := living():
@@ -440,7 +420,6 @@ def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
-    """End and reap our own children, like ``end_processes``."""
     started = list(children)
     for child in started:
         child.line.close()

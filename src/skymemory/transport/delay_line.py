@@ -1,9 +1,4 @@
-"""Link delays in user space: packets wait here for as long as their signal would travel at the speed of light.
-
-One heap and one absolute timer serve all links of a process. No packet is released early; the lateness of each release
-is recorded, because a delay without its error is no measurement. ``groups`` cuts batches into what a link with a rate
-delivers together.
-"""
+"""Link delays in user space: packets wait as long as their signal would travel, never less; lateness is recorded."""
 
 from __future__ import annotations
 
@@ -26,15 +21,14 @@ from skymemory.protocol.wire import Op, SegmentBatch, header_start
 Item = TypeVar("Item")
 
 GRAIN_S = 0.010
-"""Seconds within which packets of a run are delivered together, at the time of the last."""
+"""Seconds within which packets of a run are delivered together, with the last."""
 _HANDOVER_BYTES = 32 * 64 * 8192
 _ERRORS_KEPT = 8_192
 RECENT_S = 60.0
-"""Age of releases that percentiles cover; maximum and number cover all."""
 
 
 class DelayLine(Generic[Item]):
-    """Delay of items of many links. There is a timer only if ``clock_s`` is ``time.monotonic``."""
+    """Delay of items, with a timer only for ``time.monotonic``."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -51,13 +45,13 @@ class DelayLine(Generic[Item]):
         return len(self._heap)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when an item is due: then call ``pop_due``."""
+        """Return a descriptor that is readable when ``pop_due`` has an item."""
         if self._timer is None:
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()
 
     def push(self, delay_s: float, item: Item) -> float:
-        """Hold ``item`` from now on. Return when it is due, by the clock."""
+        """Hold ``item``. Return when it is due."""
         due_s = self._clock_s() + delay_s
         heapq.heappush(self._heap, (due_s, next(self._order), item))
         if due_s < self._armed_s and not self._releasing:
@@ -65,11 +59,10 @@ class DelayLine(Generic[Item]):
         return due_s
 
     def late_s(self) -> float:
-        """Return how long the first item has been due; negative if it is not, or there is none."""
         return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
-        """Yield due items, earliest first; also those that become due while the caller handles the others."""
+        """Yield due items, including those that become due meanwhile."""
         self._releasing = True
         try:
             while self._heap:
@@ -91,9 +84,7 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """Return the lateness of releases in seconds: number, median and 99th percentile of the last minute, maximum of
-        all.
-        """
+        """Return the lateness of releases; percentiles cover the last minute."""
         since_s = self._clock_s() - RECENT_S
         errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
         return {
@@ -129,7 +120,7 @@ class _Interval(ctypes.Structure):
 
 
 class TimerFd:
-    """Absolute timer on the clock of ``time.monotonic``; ``fileno`` is readable once it has fired.
+    """Absolute timer on the clock of ``time.monotonic``, readable once it has fired.
 
     Raises:
         OSError: the system has no timerfd, or no descriptor is left.
@@ -155,7 +146,7 @@ class TimerFd:
         return self._fd
 
     def arm(self, at_ns: int) -> None:
-        """Fire at ``at_ns`` (at once if that is past), instead of any time set before; 0 disarms."""
+        """Fire at ``at_ns``, instead of any earlier setting; 0 disarms."""
         if sys.version_info >= (3, 13):
             os.timerfd_settime_ns(self._fd, flags=os.TFD_TIMER_ABSTIME, initial=at_ns)
             return
@@ -169,9 +160,7 @@ class TimerFd:
 
 
 def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
-    """Return True for LINKS between satellites, which precede all that waits on their link, as packets of routing
-    protocols do: a full queue would otherwise make a neighbour look dead.
-    """
+    """Return True for LINKS between satellites: queued, they would make a neighbour look dead."""
     if not (isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId)):
         return False
     op_at = header_start(memoryview(batch.headers)) + 1
@@ -179,17 +168,14 @@ def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
 
 
 def handover_timeout_s(timeout_s: float, links: Links) -> float:
-    """Return a handover's timeout, including what may wait before it on a link."""
+    """Return a timeout that includes the wait on a link."""
     return timeout_s + min(links.buffer_bytes, _HANDOVER_BYTES) / links.bytes_per_s("isl")
 
 
 def groups(
     queue: LinkQueue, datagrams: list[bytes], now_s: float, urgent: bool = False
 ) -> Iterator[tuple[float, SegmentBatch]]:
-    """Yield datagrams that come to a link now in groups, each with the seconds until its last bit is sent.
-
-    Lost datagrams are left out.
-    """
+    """Yield groups that leave together, with the seconds until the last bit; lost datagrams are left out."""
     group: list[bytes] = []
     first_s = last_s = 0.0
     for data in datagrams:

@@ -1,5 +1,5 @@
-"""Fault injection from a seed, for the sockets and the simulator alike: per datagram (loss, duplication, reordering,
-damage), and over time (satellites, planes and links that fail and come back). Does no I/O.
+"""Fault injection from a seed, without I/O: per datagram, and over time (satellites, planes and links fail and come
+back).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 
 DEFAULT_REORDER_DELAY_S = 0.002
-"""Longest extra delay of a reordered datagram: many datagrams sent after it arrive before it."""
+"""Longest extra delay."""
 
 _MOST_BITS = 8
 
@@ -19,8 +19,7 @@ _MOST_BITS = 8
 class FaultInjector:
     """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
 
-    Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation. ``lost``, ``duplicated``, ``reordered``
-    and ``corrupted`` count the faults, ``datagrams`` all datagrams.
+    Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class FaultInjector:
         return self.lost + self.duplicated + self.reordered + self.corrupted
 
     def apply(self, data: bytes) -> list[tuple[bytes, float]]:
-        """Return the copies of a datagram that arrive, none to two: ``(bytes, extra seconds)``."""
+        """Return the copies of a datagram that arrive: ``(bytes, extra seconds)``."""
         self.datagrams += 1
         if self._loss > 0 and self._draw() < self._loss:
             self.lost += 1
@@ -85,7 +84,7 @@ class FaultInjector:
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """Fault at ``time_s``: satellites die, or a link is cut; with ``over``, they come back, empty."""
+    """Fault: satellites die, or a link is cut; with ``over``, they come back, empty."""
 
     time_s: float
     satellites: tuple[SatelliteId, ...] = ()
@@ -95,9 +94,7 @@ class FaultEvent:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Mean time between faults of each kind in the constellation (0: never), and their duration: uniform from half to
-    one and a half of ``lasts_s``.
-    """
+    """Mean time between faults of each kind (0: never), and duration, 0.5 to 1.5 ``lasts_s``."""
 
     satellite_every_s: float = 0.0
     plane_every_s: float = 0.0
@@ -111,10 +108,7 @@ class FaultRates:
 
 
 def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, begin_s: float = 0.0) -> list[FaultEvent]:
-    """Return faults from ``begin_s`` to ``until_s`` in the order of time: the same for the same seed.
-
-    What has failed does not fail again before it is back; everything comes back (maybe after ``until_s``).
-    """
+    """Return faults in the order of time, the same for the same seed; their ends may follow ``until_s``."""
     random = Random(seed)
     events: list[FaultEvent] = []
     busy_until_s: dict[object, float] = {}

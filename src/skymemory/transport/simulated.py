@@ -1,16 +1,10 @@
-"""Simulated constellation over virtual time, in one object: exact to the event, and reproducible from a seed.
+"""Simulated constellation over virtual time: exact to the event, and reproducible from a seed.
 
-Every link has its one-way delay; faults are drawn per datagram from a seeded injector. Satellites and clients are the
-same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: satellites then share
-their hosts' processors (``simulated_host``).
+It drives the UDP transport's state machines. Work takes no time, unless hosts have limits (``simulated_host``). Packets
+to a neighbour hidden by the Earth are lost.
 
-Packets to a neighbour hidden by the Earth are lost, and counted as ``packets_blocked``. Satellites detect this as a
-dead neighbour, and route around it.
-
-If links have rates (``constellation.links``), a packet is sent when its link is free, and forwarded when its last bit
-has arrived. The machine of a forwarding satellite sees a run of packets once, when the first arrives; each packet
-follows on the next link at its own time. At their destination, packets of a run that arrive within ``GRAIN_S`` are
-delivered together, at the time of the last, as by receive offload.
+If links have rates, a forwarding satellite sees a run of packets once, when the first arrives; each follows when its
+last bit has arrived. Packets of a run that arrive within ``GRAIN_S`` are delivered together, at the time of the last.
 """
 
 from __future__ import annotations
@@ -47,13 +41,13 @@ from skymemory.transport.udp_host import PATIENCE_S
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
-"""One-way delay in seconds from one end of a link to the other."""
+"""One-way delay in seconds."""
 Machine = Callable[[SatelliteConfig, SkyMap, MoveClock, float, Lateness | None], SatelliteMachine]
-"""Factory of a satellite, or of an object with the same interface (the satellite in C)."""
+"""Factory of a satellite, or of the satellite in C."""
 _MAX_RUN_SEGMENTS = 64
 _NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
-"""Maximum of a header's credit: then only links bound what is in flight."""
+"""Maximum of a header's credit: only links bound what is in flight."""
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -61,7 +55,7 @@ def no_delay(sender: Node, receiver: Node) -> float:
 
 
 class _Arrival(NamedTuple):
-    """Datagrams of ``segment_bytes`` (the last maybe shorter). ``order`` breaks ties in time."""
+    """Datagrams of ``segment_bytes`` (the last maybe shorter)."""
 
     time_s: float
     order: int
@@ -72,10 +66,9 @@ class _Arrival(NamedTuple):
 
 
 class _Train:
-    """Packets of one batch on one link with a rate, concatenated in ``data``: ``size`` bytes each, the last maybe
-    fewer.
+    """Packets of a batch on a link with a rate: ``size`` bytes each, the last maybe fewer.
 
-    ``due_s`` are their arrival times; ``LOST``, or infinite before departure.
+    ``due_s`` are arrivals: ``LOST``, or infinite before departure.
     """
 
     __slots__ = (
@@ -110,21 +103,18 @@ class _Train:
         self.urgent = urgent
         self.due_s = [math.inf] * self.count
         self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, data)
-        """True if they are delivered there, not forwarded as a run."""
         self.onward: _Train | None = None
         self.machine: object = None
-        """Machine that forwarded them; it may be dead and replaced when the last arrive."""
+        """Machine that forwarded them; it may be replaced since."""
         self.first = -1
-        """First packet arrived and not yet delivered, if the train ends."""
+        """First packet arrived but not delivered."""
         self.orders: list[int] = [0] * self.count if self.ends else []
         self.left = -1
-        """Last packet that has left, if the train ends."""
         self.scheduled = False
-        """True if a delivery event is scheduled, if the train ends."""
 
 
 class SimulatedConstellation:
-    """Satellites of a torus, and any number of ground hosts, over virtual time from 0."""
+    """Satellites of a torus, and ground hosts, over virtual time from 0."""
 
     def __init__(
         self,
@@ -147,13 +137,11 @@ class SimulatedConstellation:
         """Create the constellation.
 
         Args:
-            offload: False delivers every datagram individually, as without receive offload.
+            offload: False delivers every datagram individually.
             clocks: the wrong clocks of some satellites.
-            authority: the satellites' authority; a client's is in its config.
-            limits: limits of the hosts; None: work takes no time, and no buffer overflows.
+            limits: None: work takes no time, and no buffer overflows.
             queues: link rates; None: unlimited.
-            buffer_bytes: credit that each receiver offers to its senders, without ``limits``.
-            machine: factory of the satellites; None: ``SatelliteMachine``.
+            buffer_bytes: each receiver's credit, without ``limits``.
 
         Raises:
             InvalidInput: both ``limits`` and ``queues``.
@@ -193,12 +181,11 @@ class SimulatedConstellation:
         self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
         self._asked: dict[Node, int] = {}
-        """Revision of each client when last asked for packets, if links have rates."""
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
-        """Nodes with events, ordered so that a seed gives the same run in every process."""
+        """Nodes with events; the order depends on the seed alone."""
         self._timers: dict[Node, float] = {}
         self._alarms: list[tuple[float, int, Node]] = []
-        """Heap of values of ``_timers``; an entry is valid if ``_timers`` still has it."""
+        """Heap of ``_timers``; outdated entries are skipped."""
         self.hosts: list[SimulatedHost] = []
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
@@ -237,7 +224,7 @@ class SimulatedConstellation:
             self._host_of[satellite].forget(satellite)
 
     def revive(self, satellite: SatelliteId) -> None:
-        """Restart a satellite, empty; its ledger continues, with its former content as lost."""
+        """Restart a satellite, empty; its ledger counts a loss."""
         self._dead.discard(satellite)
         self._revived_s[satellite] = self.now_s
         before = self.satellites[satellite].store
@@ -262,7 +249,7 @@ class SimulatedConstellation:
             self.revive(satellite)
 
     def cut(self, one: Node, other: Node) -> None:
-        """Cut the link between two nodes in both directions. Packets in flight arrive."""
+        """Cut a link in both directions. Packets in flight arrive."""
         self.flush()
         self._cut.add(frozenset((one, other)))
 
@@ -270,7 +257,7 @@ class SimulatedConstellation:
         self._cut.discard(frozenset((one, other)))
 
     def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
-        """Inject faults on this link in addition to those of all links; None ends them."""
+        """Inject faults on this link, too."""
         link = frozenset((one, other))
         if faults is None:
             self._link_faults.pop(link, None)
@@ -278,7 +265,7 @@ class SimulatedConstellation:
             self._link_faults[link] = faults
 
     def follow(self, events: Iterable[FaultEvent]) -> None:
-        """Schedule these faults, instead of those still scheduled."""
+        """Schedule only these faults."""
         self._events = deque(sorted(events, key=lambda event: event.time_s))
 
     def _apply(self, event: FaultEvent) -> None:
@@ -288,7 +275,6 @@ class SimulatedConstellation:
             (self.mend if event.over else self.cut)(*event.link)
 
     def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
-        """Add a ground host. ``sky`` is the sky as seen from another place."""
         if self._limits is None:
             config = config.taking(self._buffer_bytes, self._buffer_bytes)
         machine = ClientMachine(config, sky or self.sky, self.clock)
@@ -297,7 +283,7 @@ class SimulatedConstellation:
         return SimulatedClient(self, machine)
 
     def disconnect(self, config: ClientConfig) -> None:
-        """Remove a ground host: packets still on their way to it are lost."""
+        """Remove a ground host: packets on their way to it are lost."""
         token = ("ground", config.ground)
         self._clients.pop(token, None)
         self._touched.pop(token, None)
@@ -307,12 +293,11 @@ class SimulatedConstellation:
             self.queues.forget(token)
 
     def step(self, limit_s: float) -> bool:
-        """Run the next event, up to ``limit_s``. Return False (with the time at the limit) if there is none."""
+        """Run the next event, up to ``limit_s``. Return False, with the time at the limit, if there is none."""
         self.flush()
         return self.step_flushed(limit_s)
 
     def step_flushed(self, limit_s: float) -> bool:
-        """Do ``step`` right after ``flush``."""
         # Earliest event: hosts' work, a fault, a packet's arrival, or a timer.
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
@@ -344,7 +329,6 @@ class SimulatedConstellation:
         return True
 
     def _run_hosts(self, timer_s: float, limit_s: float) -> bool:
-        """Run hosts while their events come next. Return True if any ran."""
         worked = False
         until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
         while True:
@@ -373,7 +357,7 @@ class SimulatedConstellation:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
     def flush(self) -> None:
-        """Send the packets of machines with events, and record their timers."""
+        """Send packets of machines with events, and record timers."""
         for token, client in self._clients.items():
             # A client whose windows are full need not be asked again before it has received something.
             if client.wants_to_send and self._asked.get(token) != client.revision:
@@ -402,7 +386,7 @@ class SimulatedConstellation:
             self._send(batch, sender, cast(Node, receiver))
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Send a batch. Datagrams without faults arrive together, as by receive offload."""
+        """Send a batch, joined as by receive offload."""
         if self._any_blocked and self._blocked(sender, receiver):
             self.satellites[cast(SatelliteId, sender)].counters.add("packets_blocked", batch.count)
             return
@@ -429,7 +413,6 @@ class SimulatedConstellation:
             self._arrive(run, link_s, sender, receiver)
 
     def _blocked(self, sender: Node, receiver: Node) -> bool:
-        """Return True if the Earth is between two satellites."""
         sight = self.sky.sight
         if sight is None or not isinstance(sender, SatelliteId) or not isinstance(receiver, SatelliteId):
             return False
@@ -500,11 +483,7 @@ class SimulatedConstellation:
             self._schedule(train, at)
 
     def _schedule(self, train: _Train, at: int) -> None:
-        """Schedule the next delivery of packets at their destination, from ``at`` on.
-
-        The event is the arrival of the last packet that, as far as is known, is delivered together with the first. So
-        most packets need no own event.
-        """
+        """Schedule the next delivery from ``at`` on, at the time of its last packet."""
         due_s, last_left = train.due_s, train.left
         while at <= last_left and not 0.0 <= due_s[at] < math.inf:
             at += 1
@@ -516,7 +495,6 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
 
     def _last_together(self, train: _Train, first: int, last: int) -> int:
-        """Return the last packet that is delivered with ``first``; ``last`` is already known to be."""
         if not self._offload:
             return last
         due_s, first_s = train.due_s, train.due_s[first]
@@ -526,9 +504,7 @@ class SimulatedConstellation:
         return last
 
     def _process_arrivals(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Process packets at the ends of their links, until a machine has received something or time reaches
-        ``until_s``.
-        """
+        """Process packets at the ends of their links until a machine received something, or ``until_s``."""
         # Most packets of a run pass a satellite that has forwarded the run, or are delivered with the next packet:
         # these need no check of timers and machines.
         arrivals, satellites, dead = self._arrivals, self.satellites, self._dead
@@ -551,7 +527,7 @@ class SimulatedConstellation:
                 self.now_s = arrival[0]
 
     def _passes(self, train: _Train, at: int) -> bool:
-        """Process a packet to be forwarded. Return True if a machine has received something."""
+        """Process a packet to be forwarded. Return True if a machine received something."""
         if train.receiver in self._dead:
             return False
         if train.machine is None:
@@ -570,7 +546,7 @@ class SimulatedConstellation:
         return True
 
     def _hand_over(self, train: _Train, at: int) -> bool:
-        """Deliver packets at their destination. Return True if a machine has received something."""
+        """Deliver packets. Return True if a machine received something."""
         first = train.first
         last = at if at == train.left else self._last_together(train, first, at)
         if last > at:  # more have left meanwhile, to be delivered with them
@@ -607,9 +583,9 @@ class SimulatedConstellation:
     def _serve(
         self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
     ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
-        """Let a satellite serve plain requests and pass on packets in transit, as a host process does.
+        """Let a satellite serve plain requests and transit, counting hops in ``data``.
 
-        Return True if the machine must see the run, and the packets that leave now. Hops are counted in ``data``.
+        Return True if the machine must see the run, and the packets that leave now.
         """
         machine, now_s = self.satellites[here], self.now_s
         requests = None if self._authority is not None else machine.plain_requests(now_s)
@@ -636,7 +612,7 @@ class SimulatedConstellation:
         return bool(unserved), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
-        """Forward a run when its first packet arrives: the satellite's machine chooses the route for all."""
+        """Forward a run when its first packet arrives."""
         forwarder = train.receiver
         assert isinstance(forwarder, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[forwarder]
@@ -676,7 +652,6 @@ _wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
-    """Return the copies of a datagram after the faults of its link and of all links, with their extra delays."""
     if own_faults is None:
         return [(data, 0.0)] if faults is None else faults.apply(data)
     flights = own_faults.apply(data)
@@ -686,7 +661,7 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
 
 
 def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
-    """Return a batch's packets concatenated, in runs of one size (the last maybe shorter)."""
+    """Return packets in runs of equal size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
         return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]
@@ -701,7 +676,6 @@ def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
-    """Return True if receive offload would deliver ``data`` with the run."""
     segment_bytes = len(run[0])
     if len(run[-1]) != segment_bytes or not 0 < len(data) <= segment_bytes:
         return False
@@ -709,7 +683,7 @@ def _joins(run: list[bytes], data: bytes) -> bool:
 
 
 class SimulatedClient:
-    """Ground host of a simulated constellation, with the interface of ``UdpClient``."""
+    """Ground host, with the interface of ``UdpClient``."""
 
     def __init__(self, constellation: SimulatedConstellation, machine: ClientMachine) -> None:
         self._constellation = constellation
@@ -742,7 +716,7 @@ class SimulatedClient:
         return self.run([number])[number]
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Advance virtual time until all these operations have ended."""
+        """Advance virtual time until these operations have ended."""
         with self.lock:
             return self._run(set(numbers))
 
@@ -761,6 +735,6 @@ class SimulatedClient:
                 raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:
-        """Disconnect. Packets already sent arrive; packets still on their way to the client are lost."""
+        """Disconnect. Packets already sent arrive; packets to the client are lost."""
         self._constellation.flush()
         self._constellation.disconnect(self.machine.config)

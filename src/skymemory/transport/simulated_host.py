@@ -1,11 +1,7 @@
-"""Host process over virtual time: several satellites, one event loop, one processor whose work takes time.
+"""Host process over virtual time: several satellites, an event loop, a processor whose work takes time.
 
-In each turn, the loop does the same as in ``udp_host``: due timers, a slice of background work, packets whose link
-delay is over, and a bounded number of runs of each socket. It measures its lateness in the same way. Each step costs
-processor seconds (``WorkCosts``). Datagrams that arrive meanwhile wait in their socket's buffer, and are lost if it is
-full. A step's packets leave when it is over.
-
-The costs are constants, so a seed gives the same run on every computer.
+The loop does in each turn as ``udp_host``. Each step costs processor seconds (``WorkCosts``), and its packets leave at
+its end. Datagrams wait in their socket's buffer, and are lost if it is full.
 """
 
 from __future__ import annotations
@@ -29,59 +25,52 @@ from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, 
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
-"""Callback that puts a satellite's batch on the wire now."""
+"""Callback that puts a batch on the wire."""
 
 _KERNEL_BYTES = 768
-"""Bytes that Linux charges to a socket's buffer per run of datagrams, for its own buffer header."""
+"""Bytes that Linux charges to a socket's buffer per run of datagrams."""
 _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _STEP_S = 1.0
-"""Lag in seconds above which a clock is corrected (as ``UnixClock`` is)."""
+"""Lag at which a clock is corrected, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
-    """Processor seconds of the satellites' code, by kind of work.
-
-    Measured by ``benchmarks/satellite_work.py`` with the compiled helper on a core of a Xeon of 2021; costs measured
-    together are divided as described here. Declarations and searches have become cheaper since.
+    """Processor seconds by kind of work, measured by ``benchmarks/satellite_work.py`` with the compiled helper on a
+    core of a Xeon of 2021; declarations and searches have become cheaper since.
     """
 
     wake_s: float = 12e-6
-    """Handling of a socket or a delayed batch by the event loop: half of what a busy host needs for a question and its
-    answer, without all other costs here.
-    """
+    """Handling of a socket or delayed batch: half of a busy host's remaining cost of a question and its answer."""
     run_s: float = 2.2e-6
     """Receipt of a run of datagrams."""
     faulty_s: float = 0.7e-6
-    """Drawing of faults for a datagram."""
     control_s: float = 16e-6
-    """Verification, parsing and execution of a control packet."""
     links_s: float = 14e-6
-    """Processing of a LINKS, without its declarations."""
+    """LINKS without declarations."""
     declaration_s: float = 2.2e-6
-    """Receipt or transmission of a declaration of a LINKS."""
+    """Receipt or transmission of a declaration."""
     chunk_s: float = 26e-6
-    """Storage of a chunk that came as a single datagram."""
+    """Storage of a single chunk."""
     run_chunk_s: float = 4e-6
-    """Storage of a chunk that came in a run."""
+    """Storage of a chunk in a run."""
     forward_s: float = 11e-6
-    """Forwarding of a packet, or a run, to a neighbour."""
+    """Forwarding of a packet or run."""
     alarm_s: float = 6e-6
-    """Expiry and setting of a satellite's timer."""
+    """Expiry and setting of a timer."""
     searched_s: float = 2.5e-6
-    """Visit of a satellite in a search for routes."""
+    """Visit in a search for routes."""
     planned_s: float = 0.9e-6
     """Check of a chunk for migration."""
     postponed_s: float = 3e-6
-    """Postponement of a packet: copied, and not processed."""
     packed_s: float = 17e-6
-    """Packing of a batch of the satellite's own."""
+    """Packing of an own batch."""
     batch_s: float = 2e-6
-    """Transfer of a batch to the kernel."""
+    """Transfer to the kernel."""
     packet_s: float = 0.6e-6
-    """Cost of each packet of a forwarded or sent batch."""
+    """Each packet of a batch."""
 
     def times(self, factor: float) -> WorkCosts:
         return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
@@ -89,17 +78,16 @@ class WorkCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Satellites and limits of the hosts. ``share`` is the share of a core."""
+    """Limits of the hosts. ``share`` is of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
     costs: WorkCosts = WorkCosts()
     buffer_bytes: int = 2 * DEFAULT_BUFFER_BYTES
-    """Buffer of each socket, as Linux grants it (twice the request)."""
 
 
 class _Held(NamedTuple):
-    """Batch delayed by its link, or datagram delayed by a fault."""
+    """Batch delayed by its link, or datagram by a fault."""
 
     due_s: float
     order: int
@@ -118,8 +106,6 @@ class _Inbox:
 
 
 class SimulatedHost:
-    """Simulated host of the satellites ``machines``."""
-
     def __init__(
         self,
         limits: HostLimits,
@@ -129,9 +115,7 @@ class SimulatedHost:
         depart: Depart,
         faults: FaultInjector | None,
     ) -> None:
-        """Create the host. ``lateness`` is shared with the machines; ``hold_s`` returns a link's one-way time;
-        ``faults`` apply to what its sockets receive.
-        """
+        """Create the host. ``hold_s`` returns a link's one-way time; ``faults`` apply to received datagrams."""
         self.machines = machines
         self.lateness = lateness
         self.work: Counter[str] = Counter()
@@ -145,12 +129,11 @@ class SimulatedHost:
         self._share = limits.share
         self._now_s = 0.0
         self._behind_s = 0.0
-        """Lag of its clock in seconds."""
         self._beat_s = BEAT_S
         self._waiting: dict[SatelliteId, None] = {}
         self._rested_s = 0.0
         self.wake_s = 0.0
-        """Time of its next work; infinite: only after an event from outside."""
+        """Time of its next work."""
         self._left_s = 0.0
         self._working = False
         self._inboxes = {name: _Inbox() for name in machines}
@@ -158,7 +141,6 @@ class SimulatedHost:
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
         self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
-        """Timer that a machine asked for, and when it is due."""
         self._line: list[_Held] = []
         self._late: list[_Held] = []
         self._nudged: dict[SatelliteId, None] = {}
@@ -169,7 +151,7 @@ class SimulatedHost:
     # --- events from outside ---
 
     def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Put a run of datagrams into a satellite's socket; a full buffer drops it."""
+        """Put a run into a socket; a full buffer drops it."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return
@@ -183,13 +165,11 @@ class SimulatedHost:
         self._wake(now_s)
 
     def nudge(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record a call of the machine from outside: it may have packets to send, and another timer."""
         if satellite in self.machines:
             self._nudged[satellite] = None
             self._wake(now_s)
 
     def forget(self, satellite: SatelliteId) -> None:
-        """Remove a dead satellite: its unsent and unprocessed packets are lost."""
         tables: tuple[dict[SatelliteId, Any], ...] = (
             self.machines,
             self._inboxes,
@@ -214,7 +194,7 @@ class SimulatedHost:
         self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
-        """Set its share of a core; 0 pauses it in its current step."""
+        """Set its share of a core; 0 pauses it."""
         if not 0.0 <= share <= 1.0:
             raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
         if self._working:
@@ -223,7 +203,7 @@ class SimulatedHost:
         self.wake_s = self._next_s(now_s)
 
     def fall_behind(self, seconds: float) -> None:
-        """Stop its clock for ``seconds`` (a paused virtual machine), unnoticed at first."""
+        """Stop its clock for ``seconds``, as for a paused virtual machine."""
         self._behind_s += seconds
         self.wake_s = self._next_s(self._now_s)
 
@@ -234,7 +214,7 @@ class SimulatedHost:
         return self._now_s - self._behind_s
 
     def _is_due(self, its_s: float) -> bool:
-        """Return True if a time by its own clock has come, with the same rounding as ``wake_s``."""
+        """Return True if a time by its own clock has come, rounded as ``wake_s``."""
         return its_s + self._behind_s <= self._now_s
 
     def _wake(self, now_s: float) -> None:
@@ -258,7 +238,7 @@ class SimulatedHost:
         return max(now_s, next_due_s + self._behind_s)
 
     def step(self, now_s: float) -> None:
-        """End the current step, send its packets, and begin the next."""
+        """End a step, and begin the next."""
         if self._working:
             self._working = False
             self._now_s = now_s
@@ -288,7 +268,7 @@ class SimulatedHost:
     # --- a turn of its loop ---
 
     def _next_turn(self) -> None:
-        """Queue the steps of a turn: due timers first, then the sockets."""
+        """Queue a turn's steps."""
         turn = self._turn
         turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
@@ -310,7 +290,6 @@ class SimulatedHost:
         self._turn.extend(partial(self._readable, satellite) for satellite in self._filled)
 
     def _measure_lateness(self) -> None:
-        """Measure lateness at a regular interval, and notice a clock that stood still."""
         self._spend("wake_s")
         if self._behind_s > _STEP_S:
             self._behind_s = 0.0
@@ -319,7 +298,6 @@ class SimulatedHost:
         self._beat_s = now_s + BEAT_S
 
     def _late_by(self, late_s: float) -> None:
-        """Report lateness only: the regular measurement reports that the loop is on time."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, self._its_now_s)
 
@@ -337,13 +315,12 @@ class SimulatedHost:
     # --- background ---
 
     def _begin_slice(self) -> None:
-        """Begin a slice of background work: its share of the time since the last slice."""
         now_s = self._now_s
         owed_s = (now_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
         self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)))
 
     def _work(self, end_s: float) -> None:
-        """Do one piece of background work; then the next, if there is time left."""
+        """Do a piece of background work, then the next if time is left."""
         self._rested_s = self._now_s
         if not self._waiting or self._now_s >= end_s:
             return
@@ -371,7 +348,7 @@ class SimulatedHost:
             self._turn.appendleft(self._release)
 
     def _readable(self, satellite: SatelliteId) -> None:
-        """Process a bounded number of runs, then send the answers to all of them."""
+        """Process a bounded number of runs before any answer."""
         inbox = self._inboxes.get(satellite)
         if inbox is None or not inbox.runs:
             return
@@ -470,7 +447,7 @@ class SimulatedHost:
             self._spend("control_s", packets)
 
     def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> int:
-        """Charge work that no packet shows. Return the number of postponed packets."""
+        """Charge work that no packet shows. Return postponed packets."""
         now = machine.hidden_work
         before = self._hidden[satellite]
         if now == before:
@@ -484,7 +461,7 @@ class SimulatedHost:
 
 
 def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[SatelliteId, ...], ...]:
-    """Assign whole planes to hosts, as a plan of local hosts does."""
+    """Assign whole planes, as local plans do."""
     planes: dict[int, list[SatelliteId]] = {}
     for satellite in satellites:
         planes.setdefault(satellite.plane, []).append(satellite)
@@ -500,7 +477,7 @@ def _packed(satellite: SatelliteId) -> bytes:
 
 
 def is_for(satellite: SatelliteId, packet: bytes | bytearray) -> bool:
-    """Return True if a packet ends at this satellite, or is too short to decide."""
+    """Return True if a packet ends at this satellite, or is too short."""
     at = _op_at(packet)
     return len(packet) < at - 1 + SKY_BYTES or packet[at + 3 : at + 7] == _packed(satellite)
 

@@ -1,9 +1,7 @@
-"""Ground host over one UDP socket: drives the client's state machine in the callers' own threads.
+"""Ground host over a UDP socket: drives the client's state machine in the callers' own threads.
 
-While all satellites answer, there is no thread and no event loop: a read is a function call that returns when its bytes
-have arrived. If several threads wait, one of them serves the socket for all. Beams share the socket; satellites delay
-their packets by the length of the beam. While satellites are silent, a thread serves the machine's timers between calls
-(``ProbeThread``).
+A waiting thread serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers between
+calls.
 """
 
 from __future__ import annotations
@@ -33,21 +31,18 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
-"""Time to poll an empty socket before sleeping: the next datagrams of an answer arrive sooner than a thread wakes."""
+"""Time to poll an empty socket: a thread wakes later."""
 _PLAIN_SPIN_US = 300
-"""Same for an answer from this or a neighbouring computer, whose process must first be woken."""
+"""Same for an answer whose process must first be woken."""
 _MAX_RECEIVES = 64
-"""Receive calls before the machine processes what arrived; one call if it has something to send."""
 _ANNOUNCE_EVERY_S = 1.0
-"""Interval of place announcements: a restarted host has forgotten the place."""
+"""Interval of place announcements: a restarted host has forgotten it."""
 DRAIN_BYTES_PER_S = 400e6
-"""Rate that this side can certainly receive: on long beams, this much may be in flight in addition to the receive
-buffer. A computer that cannot keep up loses datagrams and halves its window.
-"""
+"""Rate that this side can certainly receive, beyond its buffer."""
 
 
 class FairLock:
-    """``OwnLock`` that threads get in turn: a thread that retakes it repeatedly would otherwise keep all others out."""
+    """``OwnLock`` in turn: a thread that retakes it would keep all others out."""
 
     __slots__ = ("_gate", "_lock")
 
@@ -67,8 +62,8 @@ class FairLock:
         self._lock.__exit__(None, None, None)
 
 
-class _Call:
-    """Thread that waits for operations: for all, or for ``any_of_them`` at most until ``until_s``."""
+class _WaitingThread:
+    """Thread that waits for operations: for all, or for ``any_of_them`` until ``until_s``."""
 
     __slots__ = ("_wakes", "any_of_them", "finished", "until_s", "waiting")
 
@@ -81,7 +76,7 @@ class _Call:
         self._wakes.acquire()
 
     def take(self, event: Finished) -> bool:
-        """Record the end of an operation. Return True if that ends the call."""
+        """Record an end. Return True if that ends the call."""
         self.finished[event.number] = event
         self.waiting.discard(event.number)
         return self.any_of_them or not self.waiting
@@ -93,16 +88,13 @@ class _Call:
         self._wakes.acquire(timeout=max(0.0, seconds) if seconds < threading.TIMEOUT_MAX else -1)
 
     def wake(self) -> None:
-        """Wake the thread. Call with the client's lock held."""
+        """Wake the thread. Hold the client's lock."""
         if self._wakes.locked():
             self._wakes.release()
 
 
 class UdpClient:
-    """Driver of a ``ClientMachine`` over UDP. Thread-safe: operations of several threads run together.
-
-    The config's ``window_bytes`` is replaced by what the receive buffer and the round trip allow.
-    """
+    """Driver of a ``ClientMachine`` over UDP, thread-safe. It replaces the config's ``window_bytes``."""
 
     def __init__(
         self,
@@ -119,10 +111,9 @@ class UdpClient:
         """Open the socket.
 
         Args:
-            refresh: may replace the keys of the config's authority. It is called before operations run, and returns the
-                time (``time.monotonic``) until which it need not be called again.
-            place: location of this host, if not the plan's. It is announced to ``hosts``, which delay beams.
-            unix_at_boot_s: time from which the clock counts (``UnixClock.count_from``).
+            refresh: may replace the authority's keys; returns when (``time.monotonic``) to call it again.
+            place: location of this host, if not the plan's; announced to ``hosts``.
+            unix_at_boot_s: see ``UnixClock.count_from``.
         """
         self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
         self._hosts = tuple(hosts)
@@ -148,11 +139,10 @@ class UdpClient:
         self._poll.register(self._woken.fileno(), select.POLLIN)
         self._own = OwnLock("the connection to the constellation", self._close_in_child)
         self._lock = FairLock(self._own)
-        self._calls: dict[_Call, None] = {}
-        self._waiting: dict[int, _Call] = {}
+        self._calls: dict[_WaitingThread, None] = {}
+        self._waiting: dict[int, _WaitingThread] = {}
         self._unclaimed: dict[int, Finished] = {}
-        """Operations that ended before a call waited for them."""
-        self._leader: _Call | None = None
+        self._leader: _WaitingThread | None = None
         self._leader_sleeps_until_s = -math.inf
         self._probe_thread: ProbeThread | None = None
         self._closed = False
@@ -162,9 +152,8 @@ class UdpClient:
 
     @property
     def lock(self) -> FairLock:
-        """Return the lock, held while operations are begun, not while they run.
-
-        In a forked child it raises WrongProcess: two processes on one socket would take each other's answers.
+        """Return the lock, held only while operations are begun. In a forked child it raises WrongProcess: two
+        processes would take each other's answers.
         """
         return self._lock
 
@@ -173,25 +162,17 @@ class UdpClient:
         return self._sock.address
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Send and receive until all these operations have ended. Return each end by number.
-
-        An interruption (Ctrl-C) cancels them: nothing more is received into their buffers.
-        """
-        return self._run(_Call(numbers))
+        """Send and receive until these operations have ended. An interruption (Ctrl-C) cancels them."""
+        return self._run(_WaitingThread(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
-        """Send and receive until any of these operations has ended, at most until ``until_s`` (of ``now_s``).
-
-        Return those that have ended; the caller runs or cancels the others. An interruption cancels all.
+        """Send and receive until any operation has ended, or ``until_s`` (of ``now_s``). An interruption cancels
+        all.
         """
-        return self._run(_Call(numbers, until_s, any_of_them=True))
+        return self._run(_WaitingThread(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Begin a ``get`` and ``run`` it.
-
-        A small value on a near satellite, with nothing else under way, takes one call to send, one or two to receive,
-        and no operation.
-        """
+        """Do a ``get``; a small, near value needs no operation."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
@@ -221,10 +202,7 @@ class UdpClient:
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Begin a ``put`` and ``run`` it; a small value as in ``read``.
-
-        ``meanwhile`` runs while the first packets of a small value are under way.
-        """
+        """Do a ``put``; ``meanwhile`` runs while a small value's packets are under way."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
@@ -255,10 +233,7 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        """Read the wall clock, with the lock held.
-
-        The clock is not set during operations, because their deadlines would pass.
-        """
+        """Read the wall clock, with the lock held; follow it between operations only: deadlines would pass."""
         if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
         elif self.machine.idle:
@@ -269,7 +244,7 @@ class UdpClient:
     # that waits for a dead satellite blocks no other call, and a single caller needs no second thread. No thread sleeps
     # with the lock held.
 
-    def _run(self, call: _Call) -> dict[int, Finished]:
+    def _run(self, call: _WaitingThread) -> dict[int, Finished]:
         try:
             with self._lock:
                 self._look_at_wall_clock()
@@ -292,8 +267,7 @@ class UdpClient:
             with self._lock:
                 self._end(call)
 
-    def _begin(self, call: _Call) -> None:
-        """Send the call's operations. The call leads unless another does."""
+    def _begin(self, call: _WaitingThread) -> None:
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
         if self._place and time.monotonic() >= self._announce_s:
@@ -313,7 +287,7 @@ class UdpClient:
         elif self._backlog or (due_s is not None and due_s < self._leader_sleeps_until_s):
             self._wake_leader()
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _WaitingThread) -> None:
         self._calls.pop(call, None)
         for number in call.waiting:
             self._waiting.pop(number, None)
@@ -327,7 +301,7 @@ class UdpClient:
         elif self.machine.probing and self._probe_thread is None and not call.any_of_them and not self._closed:
             self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
 
-    def _lead(self, call: _Call) -> None:
+    def _lead(self, call: _WaitingThread) -> None:
         while True:
             with self._lock:
                 self._send_and_deliver()
@@ -343,7 +317,6 @@ class UdpClient:
                 self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
 
     def _send_and_deliver(self) -> None:
-        """Send what is queued, and give ended operations to the calls that wait for them."""
         machine = self.machine
         if machine.wants_to_send or self._backlog:
             self._send()
@@ -371,9 +344,7 @@ class UdpClient:
         return True
 
     def _serve_timers(self) -> float | None:
-        """Do a step of the probe thread. Return the seconds until the next, or None when all satellites answer
-        again.
-        """
+        """Do a step of the probe thread. Return the seconds until the next; None ends it."""
         with self._lock:
             if self._closed:
                 return None
@@ -389,7 +360,7 @@ class UdpClient:
             return max(due_s - self.now_s(), 0.001)
 
     def close(self) -> None:
-        """Close the client. Calls under way in other threads end normally; the last closes the socket."""
+        """Close the client. Calls under way end normally; the last closes the socket."""
         if self._own.owner.elsewhere:
             return
         with self._lock:
@@ -405,7 +376,6 @@ class UdpClient:
             end.close()
 
     def _close_in_child(self) -> None:
-        """Close the sockets in a forked child: the probe thread and its socket pair are the parent's."""
         self._probe_thread, self._closed = None, True
         self._close_sockets()
 
@@ -445,7 +415,6 @@ class UdpClient:
         return max(0.0, min(wait_s, until_s - now_s))
 
     def _sleep(self, wait_s: float, events: int) -> None:
-        """Sleep until data arrives or can be sent, another thread calls, or ``wait_s`` has passed."""
         self._poll.modify(self._sock.fileno(), events)
         if any(fd == self._woken.fileno() for fd, _ in self._poll.poll(wait_s * 1e3)):
             with suppress(BlockingIOError):
@@ -457,10 +426,8 @@ class UdpClient:
 
 
 class ProbeThread:
-    """Thread that serves a client's timers between calls until all satellites answer again.
-
-    It calls ``step`` when the descriptor ``readable`` is readable, or after the seconds that the last step returned;
-    None ends it.
+    """Thread that serves a client's timers between calls until all satellites answer again: ``step`` returns the
+    seconds until the next call, or None.
     """
 
     def __init__(self, step: Callable[[], float | None], readable: int) -> None:

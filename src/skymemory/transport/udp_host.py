@@ -1,11 +1,8 @@
-"""Satellites of one host over UDP: a socket each, one event loop, links with the delay of light.
+"""Satellites of a host over UDP: a socket each, and an event loop.
 
-The state machines decide everything (``protocol.satellite.machine``). This module moves datagrams between them and the
-sockets, delays them by their link, and injects the configured faults. Beams are delayed and limited
-(``constellation.links``) here in both directions, so that a client needs no geometry.
-
-The loop's lateness is measured by its timers and by how long a socket was never found empty, and is shared with the
-machines (``Lateness``). Work that they postpone runs when the loop is idle, and for at least a fifth of the time.
+This module moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in
+both directions, so that clients need no geometry. It measures the loop's lateness by timers, and by sockets that are
+never found empty. Postponed work runs when the loop is idle, and for at least a fifth of the time.
 """
 
 from __future__ import annotations
@@ -47,28 +44,25 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
-"""Factor of ``max_backlog_bytes`` beyond which a satellite forwards nothing; beyond the limit itself, it answers no
-GET.
-"""
+"""Factor of ``max_backlog_bytes`` beyond which nothing is forwarded."""
 _FIGURES_KEPT_S = 0.5
-"""Seconds for which the host's satellites share computed percentiles."""
 PATIENCE_S = 0.05
-"""Seconds beyond the round trip that a neighbour may be busy before its silence counts."""
+"""Seconds beyond the round trip that a neighbour may be busy."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from a socket before the others get their turn; one if the loop is late."""
+"""Batches taken from a socket in turn, unless the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
 BACKGROUND_SHARE = 0.2
 MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
-"""Length of a slice of background work, for which a request may have to wait."""
+"""Slice of background work, for which requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """Configuration of one host process: its satellites, all addresses, delays and faults of the links.
+    """Configuration of a host process.
 
-    ``mine`` are its own satellites, ``everyone`` all. ``delay_scale`` 0 means no delay, 1 the delay of light along the
-    links of ``shell``. ``onboard`` is the satellite that carries the client's host: its beam has no length.
+    ``mine`` are its own satellites. ``delay_scale`` 1 is the delay of light. The beam of ``onboard``, which carries the
+    client's host, has no length.
     """
 
     mine: Mapping[SatelliteId, Endpoint]
@@ -84,26 +78,22 @@ class HostSpec:
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     onboard: SatelliteId | None = None
     authority: Authority | None = None
-    """Authentication of commands; None: any client's are obeyed."""
     links: Links | None = None
-    """Link rates; None: unlimited."""
     sight_at: Callable[[GroundHost], Sight] | None = None
-    """Sight of a client with its own place; None: all clients are at the plan's place."""
+    """Sight of a client with its own place; None: all are at the plan's place."""
     unix_at_boot_s: float | None = None
-    """Time from which this computer's processes count (``UnixClock.count_from``); None: the wall clock."""
 
 
 class UdpSatellite:
-    """Machine, its socket, and the packets that the kernel has not yet taken."""
+    """Machine, its socket, and unsent packets."""
 
     def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
         self.machine = machine
         self.sock = sock
         self.timer: asyncio.TimerHandle | None = None
         self.timer_s = self.alarm_s = 0.0
-        """Timer that the machine asked for, and when it is due."""
         self.full_since_s = math.inf
-        """Time since which its socket always had more than one batch."""
+        """Time since which its socket always had more than a batch."""
         self.waits = False
         self.closed = False
         self._loop = loop
@@ -117,7 +107,7 @@ class UdpSatellite:
             self.wait_to_send(unsent, endpoint)
 
     def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        """Queue what the kernel did not take. Beyond a bound it is dropped, as on any full link."""
+        """Queue what the kernel did not take, within a bound."""
         if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
             self.machine.counters.add("packets_dropped", rest.count)
             return
@@ -149,7 +139,7 @@ class UdpSatellite:
 
 
 class UdpHost:
-    """Runner of one host's satellites until closed. Construct it inside a running event loop."""
+    """Runner of a host's satellites. Construct it inside a running event loop."""
 
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
@@ -160,7 +150,6 @@ class UdpHost:
         self._clock.count_from(spec.unix_at_boot_s)
         self.lateness = Lateness()
         self._waiting: deque[UdpSatellite] = deque()
-        """Satellites with background work, each once."""
         self._slice: asyncio.Handle | None = None
         self._rested_s = time.monotonic()
         self._beat_s = self.now_s() + BEAT_S
@@ -174,7 +163,6 @@ class UdpHost:
         sight = spec.sky.sight
         self._blocks = sight if sight is not None and sight.any_blocked else None
         self._direct = self._delays is None and spec.faults is None and self._blocks is None
-        """True if no datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
         self._places: dict[object, tuple[str, Sight]] = {}
@@ -188,9 +176,7 @@ class UdpHost:
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
         self._ledgers: dict[SatelliteId, Ledger] = {}
         self._pushed = 0, spec.clock.pushed
-        """Unix ms and moves of the operators' last push, as known to satellites that died here: if all are dead, no
-        neighbour knows.
-        """
+        """Unix ms and moves of the last push known to satellites that died here."""
         try:
             for name, endpoint in spec.mine.items():
                 self._satellites[name] = self._launch(name, endpoint)
@@ -198,7 +184,7 @@ class UdpHost:
             self.close()
             raise
         self.shortfall = next((satellite.sock.shortfall for satellite in self._satellites.values()), "")
-        """Message if the kernel did not grant the socket buffers; otherwise empty."""
+        """Message if the kernel did not grant the socket buffers."""
         if self._delays is not None:
             loop.add_reader(self._delays.fileno(), self._release_due)
         for satellite in self._satellites.values():
@@ -231,13 +217,10 @@ class UdpHost:
         return satellite
 
     def now_s(self) -> float:
-        """Return Unix time, in which the clock of the moves counts."""
         return self._clock.now_s()
 
     def set_dead(self, dead: Collection[SatelliteId]) -> None:
-        """Make exactly these of the host's satellites dead: they neither answer nor forward.
-
-        Others that were dead come back, empty; their ledgers continue, with their former content as lost.
+        """Make exactly these satellites dead. Others come back, empty.
 
         Raises:
             OSError: the port of a satellite that should come back is in use.
@@ -286,7 +269,6 @@ class UdpHost:
             self._after(satellite)
 
     def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """Return what has arrived and, if links are direct, what the native helper has served and sent on."""
         # Plain GETs and SETs, and packets in transit, never reach Python, unless links are delayed or faulty.
         now_s = self.now_s()
         terms = self._terms(satellite, now_s) if self._direct else None
@@ -297,7 +279,6 @@ class UdpHost:
         return arrivals, served, forwarded
 
     def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
-        """Return what the native helper needs; None if the machine must see every packet now."""
         requests = satellite.machine.plain_requests(now_s)
         if requests is None:
             return None
@@ -307,9 +288,7 @@ class UdpHost:
     def _carried(
         self, satellite: UdpSatellite, served: list[native.Served], passed: list[native.Passed], now_s: float
     ) -> None:
-        """Account for what was served and sent on; hand over what goes to satellites of this host, and queue the unsent
-        rest.
-        """
+        """Account for what was served and sent on; hand over or queue the rest."""
         machine, address = satellite.machine, satellite.machine.config.address
         to_hand_over: dict[SatelliteId, list[native.Slot]] = {}
         if passed:
@@ -337,7 +316,7 @@ class UdpHost:
     # socket take half the time. Whatever is not plain still goes through the socket, or through the machine.
 
     def _relay(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd, now_s: float) -> None:
-        """Pass a satellite's answers as far as possible within this host, without copying their payloads."""
+        """Pass answers within this host without copying payloads."""
         while link in self._satellites:
             onward = self._satellites[link].machine.relay(batch, satellite.machine.config.address, now_s)
             if onward is None:
@@ -395,8 +374,6 @@ class UdpHost:
     def _arrive_later(
         self, satellite: UdpSatellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
     ) -> None:
-        """Deliver after the delays of the beam, if any, and of the fault."""
-
         def arrive() -> None:
             if satellite.closed:
                 return
@@ -450,7 +427,7 @@ class UdpHost:
         return self._plane_links_s[first]
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send to a ground host: faults of both directions of a beam are injected here."""
+        """Send to a ground host; faults of both directions are injected here."""
         hold_s = self._beam_one_way_s(satellite, endpoint) if self._delays is not None else 0.0
         if self.spec.faults is None:
             self._depart(satellite, batch, endpoint, hold_s)
@@ -470,7 +447,7 @@ class UdpHost:
         hold_s: float,
         to: SatelliteId | None = None,
     ) -> None:
-        """Send a batch after its delays. ``to`` is the satellite at this endpoint, None for a ground host."""
+        """Send a batch after its delays. ``to`` is None for a ground host."""
         if self._delays is None:
             satellite.transmit(batch, endpoint)
         elif self._queues is None:
@@ -484,7 +461,7 @@ class UdpHost:
     # --- time ---
 
     def _hear_places(self, runs: list[native.Run], endpoint: Endpoint) -> list[native.Run]:
-        """Record a client's announced place, which may follow other packets of the client. Return those."""
+        """Record a client's announced place. Return packets before it."""
         packets = []
         for view, size in runs:
             at = (len(view) - 1) // size * size if size > 0 else 0
@@ -514,7 +491,7 @@ class UdpHost:
         return self._places[host][1] if host in self._places else self._sight
 
     def _beam_one_way_s(self, satellite: UdpSatellite, host: object) -> float:
-        """Return light's travel time between a ground host and this satellite, to within a second's flight."""
+        """Return light's travel time, to within a second's flight."""
         address, moves = satellite.machine.config.address, satellite.machine.moves
         if address == self.spec.onboard:
             return 0.0
@@ -539,7 +516,6 @@ class UdpHost:
                 release()
 
     def _late_by(self, late_s: float, now_s: float) -> None:
-        """Report lateness only: the regular measurement reports that the loop is on time."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, now_s)
 
@@ -562,7 +538,7 @@ class UdpHost:
         self._after(satellite)
 
     def _measure_lateness(self) -> None:
-        """Measure lateness at a regular interval; after the computer slept, set all timers again."""
+        """Measure lateness; after a sleep, set all timers again."""
         self._look_at_wall_clock()
         now_s = self.now_s()
         self.lateness.measured(now_s - self._beat_s, now_s)
@@ -578,7 +554,7 @@ class UdpHost:
         self._beat = self._loop.call_later(BEAT_S, self._measure_lateness)
 
     def _look_at_wall_clock(self) -> None:
-        """Follow a wall clock that was set forward: with MACs, only after an authentic command has the same time."""
+        """Follow a wall clock that was set forward: with MACs, only after an authentic command has its time."""
         authority = self.spec.authority
         if authority is None or authority.heard_by_wall:
             self._clock.follow_wall()
@@ -595,7 +571,6 @@ class UdpHost:
                 self._slice = self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Do a slice of background work, repeated when the loop has nothing else to do."""
         self._slice = None
         started_s = time.monotonic()
         # Long enough for its share of the time since the last slice, within bounds.
@@ -632,10 +607,9 @@ async def serve_host(
     on_ready: Callable[[str], None],
     on_host: Callable[[UdpHost], None] | None = None,
 ) -> None:
-    """Run one host's satellites until ``stop`` is set.
+    """Run a host's satellites until ``stop`` is set.
 
-    ``on_host`` is called with the host, so that the caller can kill and revive satellites; ``on_ready`` with the host's
-    ``shortfall``, once all sockets are bound.
+    ``on_ready`` gets the host's ``shortfall`` once all sockets are bound.
 
     Raises:
         OSError: a port is in use; no socket stays bound.

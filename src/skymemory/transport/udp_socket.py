@@ -1,8 +1,7 @@
-"""Socket for both ends over UDP, which receives and sends whole batches.
+"""Socket that receives and sends whole batches.
 
-``BatchSocket`` makes no Python call per datagram if the helper is compiled. The default socket buffer holds some 25
-datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is reported. Network errors are only
-counted: datagrams get lost, and the state machines retransmit.
+The default socket buffer holds some 25 datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is
+reported. Network errors are only counted: the state machines retransmit.
 """
 
 from __future__ import annotations
@@ -26,28 +25,25 @@ from skymemory.units import format_size
 
 Endpoint = tuple[str, int]
 Run = tuple[memoryview, int, Endpoint]
-"""Datagrams of one sender, concatenated; the bytes of each (the last maybe shorter); the sender."""
+"""Datagrams of a sender; the bytes of each (the last maybe shorter); the sender."""
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
-"""Runs received in one call: sixteen are 1 MiB, which stays in the processor's cache until processed."""
+"""Runs received in a call: 1 MiB, which stays in the processor's cache."""
 
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BOOKKEEPING = 2
-"""Factor of Linux's grant over the request: it charges its own bookkeeping to the same buffer."""
 
 PLACE = struct.Struct(">8sdd")
-"""Announcement of a client with its own place: mark, degrees north and east. No packet of the protocol: only a
-simulation of beams needs it.
-"""
+"""Announcement of a client's place: mark, degrees north and east."""
 PLACE_MARK = b"SKYPLACE"
 
 _thread = threading.local()
 
 
 def _scratch(slots: int) -> memoryview:
-    """Return this thread's receive buffer, shared by its sockets to stay small and cache-warm."""
+    """Return this thread's receive buffer, shared by its sockets."""
     view: memoryview | None = getattr(_thread, "view", None)
     if view is None or len(view) < slots * native.SLOT_BYTES:
         view = np.empty(slots * native.SLOT_BYTES, dtype=np.uint8).data
@@ -56,7 +52,7 @@ def _scratch(slots: int) -> memoryview:
 
 
 def udp_socket(ip: str) -> socket.socket:
-    """Return a socket that can be bound to ``ip``. An IPv6 socket leaves the ports of IPv4 free.
+    """Return a socket for ``ip``. An IPv6 socket leaves IPv4's ports free.
 
     Raises:
         OSError: this computer does not have the family.
@@ -69,10 +65,9 @@ def udp_socket(ip: str) -> socket.socket:
 
 
 class BatchSocket:
-    """Non-blocking socket bound to ``ip`` and ``port`` (0: any free port).
+    """Non-blocking socket bound to ``ip`` and ``port`` (0: any).
 
-    The buffer sizes are the kernel's: twice the request if granted; otherwise ``shortfall`` is a message. ``offload``
-    is True if runs of datagrams can arrive in one piece.
+    The buffer sizes are the kernel's. ``offload``: runs can arrive joined.
 
     Raises:
         OSError: the address cannot be bound.
@@ -118,7 +113,6 @@ class BatchSocket:
         return True
 
     def _ask(self, option: int, forced: int, wanted_bytes: int) -> int:
-        """Request a buffer, beyond the system's limit if permitted. Return the kernel's grant."""
         self._set(socket.SOL_SOCKET, option, wanted_bytes)
         if self._socket.getsockopt(socket.SOL_SOCKET, option) < _BOOKKEEPING * wanted_bytes:
             self._set(socket.SOL_SOCKET, forced, wanted_bytes)
@@ -128,7 +122,7 @@ class BatchSocket:
         return self._socket.fileno()
 
     def receive(self) -> list[Run]:
-        """Return arrived runs, at most one per slot, valid until this thread next calls ``receive`` of any socket."""
+        """Return arrived runs, valid until this thread next calls ``receive`` of any socket."""
         view = _scratch(self._slots)
         try:
             arrivals = native.recv_batch(self._socket.fileno(), view, self._slots)
@@ -146,10 +140,7 @@ class BatchSocket:
     def receive_awaited(
         self, awaited: dict[int, native.Landing], calls: int, patience_us: int
     ) -> tuple[list[native.Tally], list[native.Run]]:
-        """Receive, and place answers to these requests in their buffers. Return their tallies, and the other runs.
-
-        The runs are valid until the next call. For ``calls`` and ``patience_us`` see ``native.recv_runs``.
-        """
+        """Receive, and place awaited answers. Return tallies, and other runs, valid until the next call."""
         try:
             return native.recv_runs(self.fileno(), _scratch(self._slots), self._slots, calls, patience_us, awaited)
         except OSError:
@@ -161,7 +152,7 @@ class BatchSocket:
     def serve(
         self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """Receive, but answer leading plain requests at once and send on packets in transit: see ``native.serve``."""
+        """Receive, and serve plain requests and packets in transit: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
             arrivals, served, errors, forwarded = native.serve(
@@ -179,7 +170,7 @@ class BatchSocket:
     def serve_runs(
         self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
-        """Serve runs in this thread's buffer, handed over by another of its satellites."""
+        """Serve runs from another socket of this thread."""
         view = _scratch(self._slots)
         kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
         self.send_errors += errors
@@ -187,14 +178,13 @@ class BatchSocket:
 
     @staticmethod
     def received(runs: Iterable[native.Slot]) -> list[native.Run]:
-        """Return these runs of this thread's buffer, valid until it next receives."""
+        """Return these runs, valid until this thread next receives."""
         view = _scratch(0)
         return [(view[at : at + size], segment) for at, size, segment in runs]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
-        """Send as much as the kernel takes now. Return the rest, to be sent when the socket is writable.
-
-        What the network refuses (no route, an ICMP error for an earlier datagram) is counted and lost.
+        """Send as much as the kernel takes. Return the rest, for when the socket is writable. What the network refuses
+        is counted and lost.
         """
         host, port = endpoint
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
@@ -216,7 +206,7 @@ class BatchSocket:
         return SegmentBatch(headers[sent * width :], width, payloads[sent:] if payloads is not None else None)
 
     def send_each(self, packets: list[tuple[Buffer, str, int]]) -> int:
-        """Send each packet to its own endpoint. Return how many the kernel has taken or refused."""
+        """Send each packet to its endpoint. Return how many were taken or refused."""
         first = 0
         while first < len(packets):
             try:
@@ -232,7 +222,6 @@ class BatchSocket:
         return first
 
     def dropped(self) -> int:
-        """Return the number of datagrams that the kernel dropped from a full receive buffer."""
         figures = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
         return int(_MEMINFO.unpack(figures)[8]) if len(figures) == _MEMINFO.size else 0
 
@@ -250,7 +239,7 @@ ANY, ANY_IPV6 = "0.0.0.0", "::"
 
 
 def source_towards(ip: str) -> str | None:
-    """Return the local address on the route to ``ip``; None without a route. Nothing is sent."""
+    """Return the local address on the route to ``ip``, if any. Nothing is sent."""
     try:
         with udp_socket(ip) as sock:
             sock.connect((ip, 9))  # for a datagram socket, this only chooses the route
@@ -263,12 +252,7 @@ def source_towards(ip: str) -> str | None:
 
 
 def source_address(ips: Iterable[str]) -> str | None:
-    """Return the address to bind so that a client is reachable from all of ``ips``, and no wider; None without any
-    route.
-
-    Loopback if all are on this computer, which reaches itself from its other addresses, too. ``ANY`` or ``ANY_IPV6`` if
-    the routes leave by different addresses.
-    """
+    """Return the narrowest address by which all of ``ips`` can reach a client; None without a route."""
     sources = {source for ip in ips if (source := source_towards(ip)) is not None}
     outward = sorted(source for source in sources if not ipaddress.ip_address(source).is_loopback)
     if len(outward) > 1:
@@ -277,12 +261,11 @@ def source_address(ips: Iterable[str]) -> str | None:
 
 
 _IP_MTU, _IPV6_MTU = 14, 24
-"""Linux socket options that Python does not name."""
 _IP_UDP_BYTES, _IPV6_UDP_BYTES = 28, 48
 
 
 def largest_whole_bytes(ip: str) -> int | None:
-    """Return the largest datagram that leaves unfragmented on the route to ``ip``; None if unknown."""
+    """Return the largest datagram unfragmented towards ``ip``, if known."""
     try:
         with udp_socket(ip) as sock:
             sock.connect((ip, 9))

@@ -1,14 +1,10 @@
-"""Unix time of a process: a running clock that is never set, and the wall clock, which can be set.
+"""Unix time of a process: a running clock that is never set, and the wall clock.
 
-``now_s`` never runs backwards and counts the time that the computer sleeps. ``CLOCK_MONOTONIC`` stops in a suspend: a
-process that used it would lag processes started later. ``CLOCK_BOOTTIME`` counts suspends, but perhaps not the pause of
-a whole virtual machine; the wall clock is then set forward.
+``now_s`` never runs backwards and counts suspends, unlike ``CLOCK_MONOTONIC``. ``CLOCK_BOOTTIME`` may miss the pause of
+a virtual machine; the wall clock is then set forward.
 
-A wall clock that is set, by an operator or a time server, is right or wrong, and this computer cannot know: satellites
-and clients throughout the constellation use its time from their start. So ``now_s`` continues unchanged, and
-``wall_shift_s`` returns the difference of the wall clock. A process that has a reason to believe the wall clock follows
-it, but only forward (``follow_wall``). Processes of one computer that start at different times agree if they count from
-the same ``unix_at_boot_s``.
+No computer knows if a wall clock was set rightly, and the constellation uses the time from its start. So ``now_s``
+continues unchanged; a process may follow ``wall_shift_s``, but only forward.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from pathlib import Path
 
 _RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 STEP_S = 1.0
-"""Difference from which a wall clock was set; less is drift, and its correction."""
+"""Difference of a wall clock that was set; less is drift."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -29,11 +25,10 @@ def wall_s() -> float:
 
 
 running_s: Callable[[], float] = partial(time.clock_gettime, _RUNNING)
-"""Seconds since some time in the past, including suspends."""
 
 
 def boot_id() -> str:
-    """Return the name of this computer's present run, during which ``running_s`` continues; empty if unknown."""
+    """Return the name of the run during which ``running_s`` continues, if known."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -41,15 +36,13 @@ def boot_id() -> str:
 
 
 class UnixClock:
-    """Clock of one process."""
-
     def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
         self._wall = wall
         self._running = running
         self._offset_s = wall() - running()
 
     def count_from(self, unix_at_boot_s: float | None) -> None:
-        """Count from this Unix time at second 0 of the running clock; None: from what the wall clock said."""
+        """Count from this Unix time at second 0 of the running clock."""
         if unix_at_boot_s is not None:
             self._offset_s = unix_at_boot_s
 
@@ -57,12 +50,12 @@ class UnixClock:
         return self._running() + self._offset_s
 
     def wall_shift_s(self) -> float:
-        """Return the lead of the wall clock over this clock (negative if behind); 0 if less than ``STEP_S``."""
+        """Return the wall clock's lead (negative if behind); 0 if less than ``STEP_S``."""
         shift_s = self._wall() - self._running() - self._offset_s
         return shift_s if abs(shift_s) >= STEP_S else 0.0
 
     def follow_wall(self) -> float:
-        """Set this clock forward to a wall clock that is ahead. Return by how many seconds."""
+        """Set this clock forward to the wall clock, if behind. Return the seconds."""
         offset_s = self._wall() - self._running()  # absolute: two threads that see the same step follow it once
         ahead_s = offset_s - self._offset_s
         if ahead_s < STEP_S:

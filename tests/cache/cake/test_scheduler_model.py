@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
 
 KINDS = st.lists(st.tuples(st.sampled_from((7, 20, 20, 33)), st.sampled_from("sssssh")), min_size=1, max_size=8)
@@ -48,7 +48,7 @@ class LoaderMachine(RuleBasedStateMachine):
             there = number < resident
             self.chunks.append(PromptChunk(first, tokens, tokens * 100, kind == "s" and not there, there))
             first += tokens
-        pace = Pace()
+        pace = SpeedEstimate()
         if warm:
             pace.step_took(10, 1.0)
             pace.load_took(1000, 0.5)

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 from tests.cache.cake.loading_room import Chunk, Room, Source, chunks
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import BidirectionalLoader
 from skymemory.cache.cake.session import LoadingSession
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 
 
 def session_of(
-    source: Source, count: int = 8, budget: int = 10, threads: int = 2, pace: Pace | None = None, **sides: bool
+    source: Source, count: int = 8, budget: int = 10, threads: int = 2, pace: SpeedEstimate | None = None, **sides: bool
 ) -> LoadingSession:
     loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=budget, pace=pace, **sides)
     return LoadingSession(loader, chunks(count), source, TierWorkers("test", threads, 1000))
@@ -61,7 +61,7 @@ def test_front_and_back_meet_and_all_is_there() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_one_side_writes_at_a_time_whatever_comes_when(seed: int) -> None:
     dice = random.Random(seed)
-    pace = Pace()
+    pace = SpeedEstimate()
     for _ in range(12):
         room = Room()
         source = Source(room, lambda: dice.choice((0.0, 0.001, 0.004)), dice.choice((0.0, 0.003)))
@@ -205,8 +205,8 @@ def test_workers_that_take_no_more_leave_it_to_compute() -> None:
     source = Source(room, lambda: 0.0)
     workers = TierWorkers("test", 1, 1)
     gate, begun = threading.Event(), threading.Event()
-    assert workers.submit(Call(lambda: (begun.set(), gate.wait(60)))) and begun.wait(60)
-    assert workers.submit(Call(lambda: None))
+    assert workers.submit(WorkerCall(lambda: (begun.set(), gate.wait(60)))) and begun.wait(60)
+    assert workers.submit(WorkerCall(lambda: None))
     loader = BidirectionalLoader(max_in_flight_bytes=8000, budget_tokens=10, computes=False)
     session = LoadingSession(loader, chunks(8), source, workers)
     assert run(session, room, lambda: 0.0) == list(range(8))
@@ -214,9 +214,9 @@ def test_workers_that_take_no_more_leave_it_to_compute() -> None:
     gate.set()
 
 
-def known(seconds_per_chunk: float) -> Pace:
+def known(seconds_per_chunk: float) -> SpeedEstimate:
     """A link whose rate is known: 1,000 bytes in this many seconds."""
-    pace = Pace()
+    pace = SpeedEstimate()
     for _ in range(8):
         pace.load_took(1000, seconds_per_chunk)
     return pace
@@ -247,7 +247,7 @@ def test_the_link_is_not_idle_between_two_fetches() -> None:
 
 
 @pytest.mark.parametrize("pace", [None, known(0.5)], ids=["unknown", "slow"])
-def test_a_fetch_that_takes_long_has_the_link_for_itself(pace: Pace | None) -> None:
+def test_a_fetch_that_takes_long_has_the_link_for_itself(pace: SpeedEstimate | None) -> None:
     room = Room()
     source = Source(room, lambda: 0.05)
     session = session_of(source, count=2 if pace is None else 6, threads=3, pace=pace, computes=False)

@@ -15,7 +15,7 @@ from tests.cache.tiers.test_load_deadlines import Hanging
 from tests.contract.store_contract import key
 
 from skymemory.cache.blocks import BlockCache
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.patience import (
     _RECOMPUTE_COST_S,
     MIN_PATIENCE_S,
@@ -28,7 +28,7 @@ from skymemory.cache.patience import (
 from skymemory.cache.tiers import workers as tier_workers
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.circuit_breaker import CircuitBreaker
 from skymemory.store.base import KeyLocks, Presence
 from skymemory.store.memory import MemoryStore
@@ -210,7 +210,7 @@ def test_the_usual_is_the_99th_percentile_of_calls_alike() -> None:
 
 
 def test_how_long_computing_takes_is_what_passes_took() -> None:
-    rate, pace = ComputeRate(), Pace()
+    rate, pace = ComputeRate(), SpeedEstimate()
     assert rate.seconds(100) is None and pace.prompt_s(100, 10) is None
     rate.record(1, 5.0)
     assert rate.seconds(100) is None, "a step of decoding says nothing of prompts"
@@ -261,7 +261,7 @@ def test_what_a_thread_waits_for_a_processor_is_not_waited_for_its_tier(
     monkeypatch.setattr(tier_workers, "_starved_now_s", lambda schedstat: 1.0)
     monkeypatch.setattr(tier_workers, "_starved_s", lambda thread: 1.0 + starved_s)
     workers, gate = TierWorkers("busy"), threading.Event()
-    call = Call(lambda: gate.wait(5) and "answered")
+    call = WorkerCall(lambda: gate.wait(5) and "answered")
     assert workers.submit(call)  # type: ignore[arg-type]
     assert soon(lambda: call._thread > 0)
     threading.Timer(0.1, gate.set).start()

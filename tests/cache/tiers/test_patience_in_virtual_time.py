@@ -16,7 +16,7 @@ from skymemory.cache.patience import MIN_PATIENCE_S, PATIENCE_SHARE, TIMES_P99, 
 from skymemory.cache.tiers import tier as tier_module
 from skymemory.cache.tiers.load import InFlightBudget, TierLoad
 from skymemory.cache.tiers.tier import Tier, TierSettings
-from skymemory.cache.tiers.workers import Call
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.metrics import SharedCounters
 from skymemory.store.base import KeyLocks, KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
@@ -32,20 +32,20 @@ class World:
         self.now_s = 0.0
         self.takes_s: Callable[[str], float] = lambda work: 0.0
         """By the name of what is to be done."""
-        self._due: list[tuple[float, int, Call[object]]] = []
+        self._due: list[tuple[float, int, WorkerCall[object]]] = []
         self._number = 0
 
-    def submit(self, call: Call[object]) -> bool:
+    def submit(self, call: WorkerCall[object]) -> bool:
         """It is begun at once, and answered when it has taken its time."""
         call.begun = True
         self._number += 1
         heapq.heappush(self._due, (self.now_s + self.takes_s(call._work.__qualname__), self._number, call))
         return True
 
-    def wait(self, call: Call[object], timeout_s: float) -> bool:
+    def wait(self, call: WorkerCall[object], timeout_s: float) -> bool:
         return call._ended or self.pass_until(self.now_s + max(0.0, timeout_s), call)
 
-    def pass_until(self, until_s: float, call: Call[object] | None = None) -> bool:
+    def pass_until(self, until_s: float, call: WorkerCall[object] | None = None) -> bool:
         """Time goes on, until ``call`` has ended if that is before."""
         while self._due and self._due[0][0] <= until_s:
             self.now_s, _, ended = heapq.heappop(self._due)

@@ -13,7 +13,7 @@ from tests.cache.tiers.faulty_tier import FaultyTier, sealed, whole
 from tests.cache.tiers.small_tiers import LOCAL, QUICK, items, near_and_far, over, soon, sources
 from tests.contract.store_contract import key
 from tests.store.conftest import cut_off, simulated, store_over
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 from tests.store.test_sealed import sealed as wrapped
 
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore

@@ -13,7 +13,7 @@ from tests.contract.store_contract import key
 from skymemory.cache.tiers.load import InFlightBudget
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Backlog, DirtyKeys, Tier, TierSettings
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
@@ -126,10 +126,10 @@ def test_who_waits_for_room_has_it_as_soon_as_bytes_are_given_back() -> None:
 def test_a_call_does_not_wait_for_a_thread_that_has_just_taken_another() -> None:
     taken, begin, second = threading.Event(), threading.Event(), threading.Event()
 
-    class Slow(queue.SimpleQueue[Call[object] | None]):
+    class Slow(queue.SimpleQueue[WorkerCall[object] | None]):
         """Who takes the first call from it is held before it goes on."""
 
-        def get(self, block: bool = True, timeout: float | None = None) -> Call[object] | None:
+        def get(self, block: bool = True, timeout: float | None = None) -> WorkerCall[object] | None:
             call = super().get(block, timeout)
             if not taken.is_set():
                 taken.set()
@@ -138,20 +138,20 @@ def test_a_call_does_not_wait_for_a_thread_that_has_just_taken_another() -> None
 
     workers = TierWorkers("two", threads=2)
     workers._calls = Slow()
-    assert workers.submit(Call(lambda: None)) and taken.wait(30)
-    assert workers.submit(Call(second.set)) and second.wait(30), "a second thread is allowed, and not started"
+    assert workers.submit(WorkerCall(lambda: None)) and taken.wait(30)
+    assert workers.submit(WorkerCall(second.set)) and second.wait(30), "a second thread is allowed, and not started"
     begin.set()
     workers.close()
 
 
 def test_abandoned_work_is_reported_at_its_end_or_not_begun() -> None:
     workers, gate, late = TierWorkers("slow", threads=1, waiting=1), threading.Event(), []
-    first: Call[object] = Call(lambda: gate.wait(5.0) and "landed")
-    second: Call[object] = Call(lambda: late.append("must not run"))
+    first: WorkerCall[object] = WorkerCall(lambda: gate.wait(5.0) and "landed")
+    second: WorkerCall[object] = WorkerCall(lambda: late.append("must not run"))
     assert workers.submit(first)
     while not workers.submit(second):
         time.sleep(0.001)
-    while workers.submit(Call(lambda: None)):  # until the one thread and the one waiting place are taken
+    while workers.submit(WorkerCall(lambda: None)):  # until the one thread and the one waiting place are taken
         time.sleep(0.001)
     assert not first.wait(0.0) and first.give_up(late.append) and second.give_up(late.append)
     gate.set()
@@ -162,7 +162,7 @@ def test_abandoned_work_is_reported_at_its_end_or_not_begun() -> None:
 
 
 def test_an_error_goes_to_the_one_who_waits() -> None:
-    call: Call[object] = Call(lambda: 1 // 0)
+    call: WorkerCall[object] = WorkerCall(lambda: 1 // 0)
     call.run()
     assert isinstance(call.error, ZeroDivisionError)
 

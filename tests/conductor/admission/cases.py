@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from skymemory.conductor.request import Decision, Prompt, Request
-from skymemory.conductor.scheduler import Placement
+from skymemory.conductor.scheduler import ScheduledRequest
 
 _NO_BLOCKS = np.empty(0, np.uint64)
 
@@ -44,11 +44,11 @@ def case(
     priority: int = 0,
     at_s: float = 0.0,
     tokens: int = 1000,
-) -> Placement:
+) -> ScheduledRequest:
     """``tbt_s``: of the decoding server; None: there is none. ``compute_s``: all of the estimate, if not said."""
     asked = request(tokens, tenant=tenant, priority=priority)
     compute_s = ttft_s if compute_s is None else compute_s
     others = tuple(f"p{number}" for number in range(1, servers))
     prefill = Decision(asked, "p0", (others, ()), "t", 0.0, 0, at_s, ttft_s, estimated_compute_s=compute_s)
     decode = None if tbt_s is None else Decision(asked, "d0", ((), ()), "t", 0.0, 0, at_s, estimated_tbt_s=tbt_s)
-    return Placement(asked, prefill, decode, forecast)
+    return ScheduledRequest(asked, prefill, decode, forecast)

@@ -7,7 +7,7 @@ from tests.conductor.scheduling.worlds import a_request, centric, fleet_of
 
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Picker
-from skymemory.conductor.request import Plan
+from skymemory.conductor.request import PromptPlan
 from skymemory.errors import InvalidInput
 
 NETWORK = Medium("network", 2.0)
@@ -24,10 +24,10 @@ def test_below_the_threshold_a_server_computes_and_above_it_it_loads(variant: st
     assert ranking.estimated_ttft_s == [20.0, 50.0, 30.0 + 20.0, 40.0 + 20.0]
     assert ranking.plan_at is not None
     assert [ranking.plan_at(at) for at in range(4)] == [
-        Plan(80, 80, 0, "", 0.0, 0.0, 20.0),
-        Plan(50, 50, 0, "", 0.0, 0.0, 50.0),
-        Plan(20, 20, 60, "s0", 0.0, 30.0, 20.0),
-        Plan(0, 0, 80, "s0", 0.0, 40.0, 20.0),
+        PromptPlan(80, 80, 0, "", 0.0, 0.0, 20.0),
+        PromptPlan(50, 50, 0, "", 0.0, 0.0, 50.0),
+        PromptPlan(20, 20, 60, "s0", 0.0, 30.0, 20.0),
+        PromptPlan(0, 0, 80, "s0", 0.0, 40.0, 20.0),
     ]
 
 
@@ -77,7 +77,7 @@ def test_the_best_is_where_least_is_waited_and_loaded_and_computed() -> None:
     scorer = centric({0: 8}, network=NETWORK)
     picker = Picker(fleet, scorer)
     first = picker.pick(a_request(10), 0.0)
-    assert first.server == "s0" and first.plan == Plan(80, 80, 0, "", 0.0, 0.0, 20.0)
+    assert first.server == "s0" and first.plan == PromptPlan(80, 80, 0, "", 0.0, 0.0, 20.0)
     for _ in range(3):
         picker.routed(picker.pick(a_request(10), 0.0, {"s0"}), 0.0)
     # s0 will have all of it when it comes to the fourth; but it is busy for 22 s, and the other loads in less.
@@ -93,7 +93,7 @@ def test_a_server_that_loaded_a_prefix_has_it_for_those_behind() -> None:
     picker = Picker(fleet, centric({0: 8}, network=NETWORK, cake=False, fleet=fleet))
     picker.routed(picker.pick(a_request(10), 0.0, {"s1"}), 0.0)
     behind = picker.pick(a_request(10), 0.0, {"s1"})
-    assert behind.plan == Plan(100, 100, 0, "", 60.0, 0.0, 1.0)
+    assert behind.plan == PromptPlan(100, 100, 0, "", 60.0, 0.0, 1.0)
 
 
 def test_ways_carry_one_load_after_the_other() -> None:
@@ -110,9 +110,9 @@ def test_a_server_that_takes_no_requests_is_loaded_from() -> None:
     fleet.servers["s0"].draining = True
     picker = Picker(fleet, centric({0: 8}, network=NETWORK, cake=False, fleet=fleet))
     decision = picker.pick(a_request(10), 0.0)
-    assert decision.server == "s1" and decision.plan == Plan(0, 0, 80, "s0", 0.0, 40.0, 20.0)
+    assert decision.server == "s1" and decision.plan == PromptPlan(0, 0, 80, "s0", 0.0, 40.0, 20.0)
     fleet.servers["s0"].healthy = False
-    assert picker.pick(a_request(10), 0.0).plan == Plan(0, 0, 0, "", 0.0, 0.0, 100.0)
+    assert picker.pick(a_request(10), 0.0).plan == PromptPlan(0, 0, 0, "", 0.0, 0.0, 100.0)
 
 
 @pytest.mark.parametrize("variant", ["arxiv", "fast25", "cheaper"])
@@ -121,14 +121,14 @@ def test_far_tiers_are_loaded_from_as_servers_are(variant: str) -> None:
     scorer = centric({0: 2}, network=NETWORK, far=far, variant=variant, cake=False)
     ranking = scorer.rank(a_request(10), list(fleet_of(1)), 0.0)
     assert ranking.plan_at is not None
-    assert ranking.plan_at(0) == Plan(20, 20, 70, "sky", 0.0, 5.0 + 70 / 4, 10.0)
+    assert ranking.plan_at(0) == PromptPlan(20, 20, 70, "sky", 0.0, 5.0 + 70 / 4, 10.0)
 
 
 def test_of_two_tiers_the_one_that_is_sooner() -> None:
     far = [("sky", 9, Medium("sky", 4.0, latency_s=60.0)), ("ssd", 6, Medium("ssd", 100.0))]
     ranking = centric({}, far=far, cake=False).rank(a_request(10), list(fleet_of(1)), 0.0)
     assert ranking.plan_at is not None
-    assert ranking.plan_at(0) == Plan(0, 0, 60, "ssd", 0.0, 0.6, 40.0)
+    assert ranking.plan_at(0) == PromptPlan(0, 0, 60, "ssd", 0.0, 0.6, 40.0)
 
 
 def test_options_that_cannot_be() -> None:

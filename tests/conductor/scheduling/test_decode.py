@@ -8,7 +8,7 @@ import pytest
 from tests.conductor.scheduling.worlds import a_request, fleet_of
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.picker import Fleet, LoadReport, Picker
+from skymemory.conductor.picker import Fleet, Picker, ReportedLoad
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduling.decode import LeastTbt, Parts
 from skymemory.errors import InvalidInput
@@ -95,7 +95,7 @@ def test_a_server_without_room_comes_last() -> None:
 
 def test_room_is_what_a_server_reports() -> None:
     picker, _ = a_picker()
-    picker.fleet.servers["s0"].reported = LoadReport(0.0, cache_blocks=5, block_tokens=10)
+    picker.fleet.servers["s0"].reported = ReportedLoad(0.0, cache_blocks=5, block_tokens=10)
     assert picker.pick(a_request(10), 0.0).server == "s1"
     assert picker.pick(a_request(5), 0.0, {"s0"}).reasons[0] != "no room for its KV at 1 of 1"
 

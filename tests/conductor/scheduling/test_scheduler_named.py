@@ -11,7 +11,7 @@ from tests.conductor.scheduling.worlds import KnownHoldings, Quadratic, a_reques
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.picker import Fleet
-from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.scheduling.named import NAMES, SCHEDULERS, build, prefill_scorer
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
@@ -38,16 +38,16 @@ class Moody(Admission):
         self.at_arrival = self.before = False
         self.open = 0
 
-    def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, case: ScheduledRequest, now_s: float) -> Refusal | None:
         return Refusal("no", 1.0) if self.at_arrival else None
 
-    def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, case: ScheduledRequest, now_s: float) -> Refusal | None:
         return Refusal("no", 1.0) if self.before else None
 
-    def accepted(self, case: Placement, now_s: float) -> None:
+    def accepted(self, case: ScheduledRequest, now_s: float) -> None:
         self.open += 1
 
-    def on_request_end(self, case: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, case: ScheduledRequest, now_s: float, met: bool | None) -> None:
         self.open -= 1
 
 
@@ -82,22 +82,22 @@ def test_how_the_four_choose() -> None:
         scheduler = made(name, media={})
         for server, seed in (("s0", 1), ("s0", 2), ("s1", 3)):
             placed = scheduler.place(a_request(300, seed=seed), 0.0, {server})
-            assert isinstance(placed, Placement)
+            assert isinstance(placed, ScheduledRequest)
             scheduler.begin(placed, 0.0)
         placed = [scheduler.place(a_request(10), 0.0) for _ in range(30)]
-        chosen[name] = {one.prefill.server for one in placed if isinstance(one, Placement)}
+        chosen[name] = {one.prefill.server for one in placed if isinstance(one, ScheduledRequest)}
     assert chosen["random"] == {"s0", "s1", "s2"}
     assert chosen["load-balance"] == chosen["cache-aware"] == chosen["kvcache-centric"] == {"s2"}
     with_network = made("kvcache-centric")
     placed = with_network.place(a_request(10), 0.0, {"s2"})
-    assert isinstance(placed, Placement) and placed.prefill.plan is not None
+    assert isinstance(placed, ScheduledRequest) and placed.prefill.plan is not None
     assert placed.prefill.plan.source == "s0" and placed.prefill.plan.loaded_tokens == 80
 
 
 def test_the_decoding_server_knows_when_to_expect_a_request() -> None:
     scheduler = made("cache-aware", decode_s=1e6)
     placed = scheduler.place(a_request(3000), 5.0)
-    assert isinstance(placed, Placement) and placed.prefill.estimated_ttft_s is not None
+    assert isinstance(placed, ScheduledRequest) and placed.prefill.estimated_ttft_s is not None
     scheduler.begin(placed, 5.0)
     comes_s = 5.0 + placed.prefill.estimated_ttft_s
     assert isinstance(scheduler.forecast, LeastTbt)
@@ -119,7 +119,7 @@ _STEPS = st.lists(
 def test_all_counters_return_to_nothing(name: str, apart: bool, steps: list[tuple[str, int]]) -> None:
     moody = Moody()
     scheduler = made(name, apart, admission=moody, **({"delay_weight": 0.3} if name == "kvcache-centric" else {}))
-    live: dict[int, tuple[Placement, str]] = {}
+    live: dict[int, tuple[ScheduledRequest, str]] = {}
     now_s = 0.0
     for number, (step, which) in enumerate(steps):
         now_s += 0.1
@@ -129,7 +129,7 @@ def test_all_counters_return_to_nothing(name: str, apart: bool, steps: list[tupl
                 next(iter(live.values()))[0].request if step == "again" and live else a_request(which * 4, seed=which)
             )
             placed = scheduler.place(same, now_s)
-            if isinstance(placed, Placement):
+            if isinstance(placed, ScheduledRequest):
                 scheduler.begin(placed, now_s)
                 live[number] = placed, "begun"
         elif live:
@@ -157,7 +157,9 @@ def test_all_counters_return_to_nothing(name: str, apart: bool, steps: list[tupl
             assert sums == (0, 0, 0, 0, 0.0) and not batch.booked
 
 
-def _advance(scheduler: Scheduler, live: dict[int, tuple[Placement, str]], key: int, step: str, now_s: float) -> None:
+def _advance(
+    scheduler: Scheduler, live: dict[int, tuple[ScheduledRequest, str]], key: int, step: str, now_s: float
+) -> None:
     """The next that may happen to a request, if ``step`` is that."""
     placed, state = live[key]
     apart = scheduler.decode is not None
@@ -179,7 +181,7 @@ def _advance(scheduler: Scheduler, live: dict[int, tuple[Placement, str]], key: 
 
 def test_machines_in_a_pipeline_have_a_cost_of_their_own() -> None:
     placed = made("cache-aware", prefill_cost=Quadratic(7.0)).place(a_request(1), 0.0, {"s2"})
-    assert isinstance(placed, Placement) and placed.prefill.estimated_ttft_s == 70.0
+    assert isinstance(placed, ScheduledRequest) and placed.prefill.estimated_ttft_s == 70.0
 
 
 class TwoMachines(Quadratic):
@@ -194,7 +196,7 @@ def test_the_next_begins_when_the_first_machine_of_a_pipeline_is_free() -> None:
     sent = []
     for seed in range(3):
         placed = scheduler.place(a_request(10, seed=seed), 0.0, {"s2"})
-        assert isinstance(placed, Placement)
+        assert isinstance(placed, ScheduledRequest)
         scheduler.begin(placed, 0.0)
         sent.append(placed)
     assert [one.prefill.plan.queue_s for one in sent if one.prefill.plan] == [0.0, 50.0, 100.0]

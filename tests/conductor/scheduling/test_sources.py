@@ -7,7 +7,7 @@ from tests.conductor.scheduling.worlds import Busy, KnownHoldings, Quadratic, a_
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
-from skymemory.conductor.scheduling.prefill import PlannedLinks, Source, deepest, undominated
+from skymemory.conductor.scheduling.prefill import PlannedLinks, PrefixSource, deepest, undominated
 
 NETWORK = Medium("network", 2.0)
 
@@ -65,15 +65,15 @@ def test_the_deepest_that_is_free_and_busy_ones_deeper_still() -> None:
 
 
 def test_sources_that_are_worse_in_every_way_are_left_out() -> None:
-    near, far = Source("s0", 0, 5, 0.0, 0.1, 1.0), Source("sky", -1, 9, 0.0, 3.0, 2.0)
-    worse = Source("s1", 1, 4, 0.0, 0.1, 1.0)
-    equal = Source("s2", 2, 5, 0.0, 0.1, 1.0)
+    near, far = PrefixSource("s0", 0, 5, 0.0, 0.1, 1.0), PrefixSource("sky", -1, 9, 0.0, 3.0, 2.0)
+    worse = PrefixSource("s1", 1, 4, 0.0, 0.1, 1.0)
+    equal = PrefixSource("s2", 2, 5, 0.0, 0.1, 1.0)
     assert undominated([worse, near, far, equal]) == [far, near]
 
 
 def test_a_way_that_is_busy_is_not_worse_than_one_that_is_long() -> None:
     """Where the receiver is busy for 5 s itself, it waits for the first 5 s and for the second 9."""
-    busy, long = Source("s0", 0, 5, 5.0, 0.0, 1.0), Source("sky", -1, 5, 0.0, 4.0, 1.0)
+    busy, long = PrefixSource("s0", 0, 5, 5.0, 0.0, 1.0), PrefixSource("sky", -1, 5, 0.0, 4.0, 1.0)
     assert undominated([busy, long]) == [long, busy]
     assert (busy.load_s(1, 5.0), long.load_s(1, 5.0)) == (6.0, 10.0)
 

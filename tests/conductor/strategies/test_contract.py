@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.conductor.strategies.fleets import a_fleet, a_request, scores, serve
 
-from skymemory.conductor.picker import LoadReport, Picker, Scorer
+from skymemory.conductor.picker import Picker, ReportedLoad, Scorer
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.named import NAMES, STRATEGIES, named
 
@@ -166,7 +166,7 @@ def test_load_weighs_more_than_a_small_match_in_the_end(name: str) -> None:
         picker.routed(decision, 0.0)
         for server in fleet:
             there = server.in_flight
-            server.reported = LoadReport(0.0, max(0, there - 8), min(8, there), min(1.0, there / 100))
+            server.reported = ReportedLoad(0.0, max(0, there - 8), min(8, there), min(1.0, there / 100))
     assert max(server.in_flight for server in fleet) < 160
 
 
@@ -176,7 +176,7 @@ def test_load_weighs_more_than_a_small_match_in_the_end(name: str) -> None:
 def test_a_stale_report_says_nothing(name: str) -> None:
     fleet = a_fleet(2)
     scorer = named(name)
-    fleet.servers["s0"].reported = LoadReport(at_s=0.0, waiting=50, running=8, kv_usage=0.95)
+    fleet.servers["s0"].reported = ReportedLoad(at_s=0.0, waiting=50, running=8, kv_usage=0.95)
     serve(Picker(fleet, scorer, seed=1), a_request((50, 3)), 0.0, {"s1"})  # So that a usual prefill is known.
     prompt = a_request((1, 4))
     fresh, stale = scores(scorer, prompt, fleet, 1.0), scores(scorer, prompt, fleet, 100.0)

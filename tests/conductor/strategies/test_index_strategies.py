@@ -11,7 +11,7 @@ import pytest
 from tests.conductor.naive_index import NaivePrefixIndex
 from tests.conductor.strategies.fleets import a_fleet, a_request, serve
 
-from skymemory.conductor.picker import LoadReport, Picker
+from skymemory.conductor.picker import Picker, ReportedLoad
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Request
@@ -108,7 +108,7 @@ def test_the_weighted_sum_is_two_two_three_and_the_prefix_is_never_normalised() 
     picker = Picker(fleet, Approximate(NaivePrefixIndex(1000)), seed=1)
     serve(picker, a_request((1, 10)), among={"s0"})
     for name, waiting, kv_usage in (("s0", 4, 0.5), ("s1", 2, 0.25), ("s2", 0, 0.0)):
-        fleet.servers[name].reported = LoadReport(at_s=0.0, waiting=waiting, kv_usage=kv_usage)
+        fleet.servers[name].reported = ReportedLoad(at_s=0.0, waiting=waiting, kv_usage=kv_usage)
     ranking = picker.scorer.rank(a_request((1, 10)), list(fleet), 0.0)
     assert list(ranking.scores) == pytest.approx([0 + 1 + 3, 1 + 1.5, 2 + 2])
     assert ranking.matched_tokens == [160, 0, 0]
@@ -118,8 +118,8 @@ def test_the_weighted_sum_is_two_two_three_and_the_prefix_is_never_normalised() 
 
 def test_a_server_that_reports_nothing_is_an_average_one() -> None:
     fleet = a_fleet(3)
-    fleet.servers["s0"].reported = LoadReport(at_s=0.0, kv_usage=0.2)
-    fleet.servers["s1"].reported = LoadReport(at_s=0.0, kv_usage=0.6)
+    fleet.servers["s0"].reported = ReportedLoad(at_s=0.0, kv_usage=0.2)
+    fleet.servers["s1"].reported = ReportedLoad(at_s=0.0, kv_usage=0.6)
     ranking = Approximate(NaivePrefixIndex(10)).rank(a_request((1, 1)), list(fleet), 0.0)
     assert list(ranking.scores) == pytest.approx([2 + 1.6, 2 + 0.8, 2 + 1.2])
 
@@ -129,7 +129,7 @@ def test_between_two_reports_what_was_sent_since_counts() -> None:
     fleet = a_fleet(4)
     picker = Picker(fleet, Approximate(NaivePrefixIndex(1000)), seed=1)
     for server in fleet:
-        server.reported = LoadReport(at_s=0.0, waiting=0 if server.name == "s0" else 1)
+        server.reported = ReportedLoad(at_s=0.0, waiting=0 if server.name == "s0" else 1)
     for number in range(20):
         picker.routed(picker.pick(a_request((number, 5)), 0.1), 0.1)
     assert max(server.in_flight for server in fleet) <= 6
@@ -149,7 +149,7 @@ def test_the_endpoint_pickers_faults() -> None:
     gap = np.concatenate([np.array([7], dtype=np.uint64), tail.prompt.blocks[1:]])
     assert index.match(gap, [0]) == [0]
     # The cache size that the server reports is taken.
-    fleet.servers["s0"].reported = LoadReport(at_s=0.0, cache_blocks=5, block_tokens=32)
+    fleet.servers["s0"].reported = ReportedLoad(at_s=0.0, cache_blocks=5, block_tokens=32)
     serve(picker, a_request((3, 30)), among={"s0"})
     assert index.blocks_of(0) == 10
     # In tokens as prompts are read, where it counts two of its own for each of those.

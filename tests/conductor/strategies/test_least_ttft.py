@@ -9,7 +9,7 @@ import pytest
 from tests.conductor.naive_index import NaivePrefixIndex
 from tests.conductor.strategies.fleets import a_fleet, a_request, serve
 
-from skymemory.conductor.picker import LoadReport, Picker
+from skymemory.conductor.picker import Picker, ReportedLoad
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.estimates import LearnedSpeeds
@@ -100,7 +100,7 @@ def test_a_server_that_hangs_repels() -> None:
 def test_what_others_sent_counts_by_the_servers_report() -> None:
     picker = a_picker(2)
     serve(picker, a_request((1, 50)), among={"s0"})
-    picker.fleet.servers["s0"].reported = LoadReport(at_s=10.0, waiting=3)
+    picker.fleet.servers["s0"].reported = ReportedLoad(at_s=10.0, waiting=3)
     assert picker.pick(a_request((1, 50)), 10.0).server == "s1"
     assert picker.pick(a_request((1, 50)), 60.0).server == "s0"
 

@@ -14,9 +14,9 @@ from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory import native
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.picker import LoadReport, NoServer, Picker, PrefillTotals
+from skymemory.conductor.picker import NoServer, Picker, PrefillTotals, ReportedLoad
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.events import Batch, BlocksStored
+from skymemory.conductor.prefix_index.events import BlocksStored, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Decision, Prompt, Request
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
@@ -97,13 +97,13 @@ def decisions(seed: int, servers: int, prepare: Callable[[random.Random], LeastT
             sums = sums[0] + 1, sums[1] + 1000, sums[2] + 1000 * speed[server.name]
             totals = PrefillTotals(sums[0], sums[1], sums[1], sums[2]) if dice.random() < 0.5 else None
             waiting, blocks = dice.randrange(4), dice.choice([None, 300])
-            server.reported = LoadReport(now_s - dice.random(), waiting, 3, 0.5, blocks, 16, adapters, most, totals)
+            server.reported = ReportedLoad(now_s - dice.random(), waiting, 3, 0.5, blocks, 16, adapters, most, totals)
             if isinstance(index, PreciseIndex) and prompts and len(chain := dice.choice(prompts).blocks):
                 number = numbers[server.slot] = numbers.get(server.slot, -1) + 1
                 stored = BlocksStored(
                     chain.tolist(), None, list(range(16 * len(chain))), 16, medium=dice.choice("GC") + "PU"
                 )
-                index.apply(server.slot, Batch(number, [stored]))
+                index.apply(server.slot, EventBatch(number, [stored]))
         elif what < 0.97:
             server.healthy, server.draining = dice.random() < 0.8, dice.random() < 0.1
         elif not isinstance(index, PreciseIndex):

@@ -7,7 +7,7 @@ import pytest
 from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.picker import LoadReport, PrefillTotals
+from skymemory.conductor.picker import PrefillTotals, ReportedLoad
 from skymemory.conductor.strategies.base import GainThreshold, RequestNotes, load_bound, loads_of
 from skymemory.conductor.strategies.estimates import UNKNOWN, GivenSpeeds, LearnedSpeeds
 from skymemory.conductor.strategies.hash_trie import depths
@@ -36,12 +36,12 @@ def test_speeds_are_learnt_from_engines_reports_and_from_whole_answers() -> None
         held, output = n // 2 * (number % 2), int(dice.integers(20, 800))
         work_s = 2e-4 * (n - held)
         count, tokens, computed, seconds = count + 1, tokens + n, computed + n - held, seconds + work_s
-        server.reported = LoadReport(at_s=float(number), prefills=PrefillTotals(count, tokens, computed, seconds))
+        server.reported = ReportedLoad(at_s=float(number), prefills=PrefillTotals(count, tokens, computed, seconds))
         from_reports.read_reports([server])
         whole.observe_whole(0, n, held, output, work_s + 0.04 * output + dice.exponential(0.3))
     for speeds in (from_reports, whole):
         assert speeds.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
-    server.reported = LoadReport(at_s=999.0, prefills=PrefillTotals(1, 100, 100, 50.0))
+    server.reported = ReportedLoad(at_s=999.0, prefills=PrefillTotals(1, 100, 100, 50.0))
     from_reports.read_reports([server])  # it was restarted
     assert from_reports.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
 
@@ -182,7 +182,7 @@ def test_a_threshold_on_length_on_ratio_or_on_both() -> None:
 def test_loads_and_the_bound_over_their_mean() -> None:
     servers = list(a_fleet(3))
     servers[0].in_flight, servers[1].in_flight = 4, 1
-    servers[1].reported = LoadReport(at_s=0.0, waiting=2, running=5)
+    servers[1].reported = ReportedLoad(at_s=0.0, waiting=2, running=5)
     assert loads_of(servers, 1.0) == [4.0, 7.0, 0.0] and loads_of(servers, 9.0) == [4.0, 1.0, 0.0]
     assert load_bound([0.0] * 8, 1.25) == 1 and load_bound([1.0, 0.0, 0.0, 0.0], 1.25) == 1
     assert load_bound([4.0, 4.0], 1.25) == 6

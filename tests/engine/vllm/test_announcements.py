@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from tests.engine.vllm.engine import BLOCK, SIZE, Engine, Request, name_of
 
 from skymemory.engine.vllm.announcements import Announced, Announcements
-from skymemory.engine.vllm.plan import Outcome
+from skymemory.engine.vllm.plan import WorkerOutcome
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 
@@ -125,7 +125,7 @@ def test_after_a_reset_all_begins_again() -> None:
     assert router.now() == {*NAMES}
     engine.scheduler.reset()
     assert router.now() == set(), "also where vLLM, which has blocks in use, says nothing"
-    engine.scheduler.update(Outcome(saved=[b"of before"]))
+    engine.scheduler.update(WorkerOutcome(saved=[b"of before"]))
     computed(engine, "after")
     assert router.now() == {*NAMES}
     engine.close()

@@ -16,7 +16,7 @@ from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT
 from tests.engine.vllm.queued import QueuedDevice
 
 from skymemory.engine.vllm.copier import CpuCopier, PartCopier, TorchCopier
-from skymemory.engine.vllm.plan import Load, Piece, Plan
+from skymemory.engine.vllm.plan import LoadRequest, Piece, StepPlan
 from skymemory.engine.vllm.scheduler import LoadRate
 from skymemory.engine.vllm.worker import WorkerSide, _BackwardJob, _Closed, _Job
 from skymemory.kv.block import hash_blocks
@@ -525,7 +525,7 @@ def jobs_of(device: QueuedDevice) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], 
     """Two loads of three values into the same blocks."""
     memory = np.zeros((LAYERS, 8, LAYER_BYTES), np.uint8)
     copier = PartCopier([TorchCopier([torch.from_numpy(memory).view(torch.int64)], SIZE, device, 1 << 16)])
-    load = Load("one", (Piece(0, (b"a", b"b", b"c"), 0, 0, ((1, 2, 3, 4, 5, 6),)),), 6 * BLOCK)
+    load = LoadRequest("one", (Piece(0, (b"a", b"b", b"c"), 0, 0, ((1, 2, 3, 4, 5, 6),)),), 6 * BLOCK)
     after = copier.mark()
     return memory, _Job(load, [copier], after, SIZE, 0.0, 1.0), _BackwardJob(load, [copier], after, SIZE, 0.0, 0)
 
@@ -557,12 +557,12 @@ def test_a_step_takes_what_the_device_takes_not_what_queuing_it_takes(store: Mem
     worker = WorkerSide(one_part(store), SHAPE)
     view = torch.zeros((LAYERS, 8, LAYER_BYTES), dtype=torch.uint8)
     worker.register([PartCopier([TorchCopier([view], SIZE, device, 1 << 16)])])
-    worker.begin(Plan(tokens=4))
+    worker.begin(StepPlan(tokens=4))
     device.give("compute", lambda: time.sleep(0.05))
     worker.end()
     assert worker.outcome() is None, "not known yet"
     device.go_on(10)
-    worker.begin(Plan())
+    worker.begin(StepPlan())
     worker.end()
     outcome = worker.outcome()
     assert outcome is not None and outcome.step_tokens == 4 and outcome.step_s >= 0.05

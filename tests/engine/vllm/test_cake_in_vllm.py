@@ -14,7 +14,7 @@ from tests.engine.vllm.test_both_sides import filled, prompt
 
 from skymemory.engine.vllm import worker
 from skymemory.engine.vllm.copier import Mark
-from skymemory.engine.vllm.plan import Plan
+from skymemory.engine.vllm.plan import StepPlan
 from skymemory.kv.block import hash_blocks
 from skymemory.store.base import LoadTicket
 from skymemory.store.memory import MemoryStore
@@ -43,7 +43,7 @@ def watch_the_fence(engine: Engine) -> None:
     assert copier is not None
     write, fences = copier.write, [0]
 
-    def noted(plan: Plan) -> None:
+    def noted(plan: StepPlan) -> None:
         begin(plan)
         fences.append(max(plan.fences.values(), default=0))
 

@@ -18,9 +18,9 @@ from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT
 from tests.engine.vllm.test_both_sides import filled, prompt
 
 from skymemory.engine.vllm.copier import CpuCopier, PartCopier
-from skymemory.engine.vllm.plan import Loaded, Outcome, Plan, rank_key
+from skymemory.engine.vllm.plan import Loaded, StepPlan, WorkerOutcome, rank_key
 from skymemory.engine.vllm.transfer_params import TransferParams
-from skymemory.engine.vllm.waiting import DelayedCalls, Pace
+from skymemory.engine.vllm.waiting import DelayedCalls, PollInterval
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import hash_blocks
@@ -422,7 +422,7 @@ def test_whole_values_are_handed_over(store: MemoryStore, tokens: int) -> None:
 
 def test_a_load_of_several_ranks_waits_for_all_and_counts_once(store: MemoryStore) -> None:
     ours, theirs = Loaded(2, "not stored in time", 10, 0.5, 8, True), Loaded(3, "", 20, 0.2, 0, True)
-    both = Outcome({"d": ours}).aggregate(Outcome({"d": theirs})).loaded["d"]
+    both = WorkerOutcome({"d": ours}).aggregate(WorkerOutcome({"d": theirs})).loaded["d"]
     assert (both.lost, both.reason, both.waited) == (2, "not stored in time", True)
     engine = consumer(store)
     for number, ranks in enumerate(((ours, ours), (theirs, ours), (ours, theirs))):  # in steps of their own
@@ -430,7 +430,7 @@ def test_a_load_of_several_ranks_waits_for_all_and_counts_once(store: MemoryStor
         engine.matched(request)
         engine.admit(request, 3 * VALUE)
         for one in ranks:
-            engine.scheduler.update(Outcome({name: one}))
+            engine.scheduler.update(WorkerOutcome({name: one}))
         seen = engine.scheduler.counts()
         assert (seen["waits_given_up"], seen["recomputed_tokens"]) == (1, 8)
     engine.close()
@@ -465,7 +465,7 @@ def test_each_rank_waits_for_its_own_part_of_a_value(store: MemoryStore) -> None
             invalid |= side.invalid_blocks()
             if (outcome := side.outcome()) is not None:
                 engine.scheduler.update(outcome)
-            side.begin(Plan())
+            side.begin(StepPlan())
     assert invalid == set(engine.tables["d"][1 * SIZE : 3 * SIZE])
     seen = engine.scheduler.counts()
     assert (seen["waited_values"], seen["waits_given_up"]) == (3, 1)
@@ -478,7 +478,7 @@ def test_each_rank_waits_for_its_own_part_of_a_value(store: MemoryStore) -> None
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), max_size=40))
 def test_the_pace_of_questions(answers: list[tuple[int, float]]) -> None:
     """From 2 ms to 50 ms while nothing comes, at once while all comes; never for more than 16 values."""
-    pace, before_s = Pace(), 0.0
+    pace, before_s = PollInterval(), 0.0
     for values, seconds in answers:
         wanted = pace.values
         pause_s = pace.on_values(min(values, wanted), seconds)

@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,17 +16,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.serving.resp.daemons import daemon, serving
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
+from tests.store.redis_server.daemons import daemon, serving
 
 from skymemory.cache.tiers.store import TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.cli.main import main
+from skymemory.engine import doctor
 from skymemory.engine.doctor import examine_vllm
 from skymemory.engine.vllm.identity import EngineReport, Seeds
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.context import CacheContext
+from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
 PACKED = "vllm 0.32, 4 layers of 2 heads of 32, 4 x 32 tokens, float32, cpu default vec, NHD, tp 1"
@@ -72,6 +75,28 @@ def test_a_password_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
         found = EngineReport.read(logged(caplog, report(store)))
         assert found == report(shown)
     assert "--store" in wrong(report("redis://:***@host"))[0]
+
+
+def test_a_store_that_hangs_at_opening_ends_in_a_sentence_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that opens later is closed. The other store is tried all the same."""
+    goes_on, closed, real = threading.Event(), threading.Event(), doctor.open_store
+
+    def hanging(address: str) -> Store:
+        store = real(address)
+        if address == "memory://2MiB":
+            goes_on.wait(20)
+            monkeypatch.setattr(store, "close", closed.set)
+        return store
+
+    monkeypatch.setattr(doctor, "open_store", hanging)
+    monkeypatch.setattr(doctor, "OPENING_S", 0.2, raising=False)
+    began_s = time.monotonic()
+    said = wrong(report("memory://2MiB"), report("memory://1MiB"))
+    assert time.monotonic() - began_s < 15
+    assert said[0].startswith("store memory://2MiB: the store did not open within 0.2 s") and len(said) == 1
+    assert not closed.is_set()
+    goes_on.set()
+    assert closed.wait(20)
 
 
 def test_adapters_are_logged_when_they_are_first_requested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from skymemory.engine.vllm import identity
 from skymemory.engine.vllm.identity import Seeds, folder_digest, weights_digest
-from skymemory.engine.vllm.settings import PartOfModel, Settings, check_engine, parts_of
+from skymemory.engine.vllm.settings import ConnectorSettings, PartOfModel, check_engine, parts_of
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 
@@ -33,11 +33,11 @@ from skymemory.kv.context import CacheContext
 )
 def test_settings_that_are_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said.replace("?", r"\?")):
-        Settings.read(extra)
+        ConnectorSettings.read(extra)
 
 
 def test_values_are_whole_blocks() -> None:
-    settings = Settings.read({"store": "unix:///s", "value_tokens": 96})
+    settings = ConnectorSettings.read({"store": "unix:///s", "value_tokens": 96})
     assert [settings.blocks_per_value(block) for block in (16, 32, 96, 128)] == [6, 3, 1, 1]
     with pytest.raises(InvalidInput, match="multiple of vLLM's block size of 64"):
         settings.blocks_per_value(64)

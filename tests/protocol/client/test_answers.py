@@ -119,6 +119,37 @@ def test_a_satellite_that_cannot_forward_says_nothing_of_the_destination():
     assert conversation.machine.next_event().report.failure == "unreachable"
 
 
+def test_a_read_says_unreachable_if_one_of_its_satellites_is_known_to_be() -> None:
+    """One is silent for too long; then the path says of the other that it is dead. No stand-in answers."""
+    machine = ClientMachine(
+        ClientConfig(GROUND, expected_rtt_s=0.008), SkyMap(Torus(5, 19), SatelliteId(2, 9)), MoveClock(pushed=(3, 0))
+    )
+    writing, info = machine.put(KEY, bytes(range(7)), 1, 3, 2, NOW_S, (0, 0))
+    machine.cancel(writing)
+    machine.get(info, memoryview(bytearray(7)), NOW_S)
+    machine.datagrams_to_send(NOW_S)
+    dead, silent = machine._in_flight.by_id.values()
+
+    def says(op: Op, status: Status, speaker: SatelliteId, now_s: float) -> None:
+        ends = Address(*speaker, GROUND_SHELL), Address(*speaker), GROUND, dead.request_id
+        header = SkyHeader(op, *ends, status, timestamp_us=int(now_s * 1e6) - 8000 & 0xFFFFFFFF)
+        receive_datagram(machine, build_packet(header, dead.body if op is Op.BUSY else b"", 0, now_s), now_s)
+
+    def pass_time(until_s: float) -> None:
+        while (timer_s := machine.next_timer_s()) is not None and timer_s <= until_s:
+            machine.handle_timer(timer_s)
+            machine.datagrams_to_send(timer_s)
+
+    pass_time(NOW_S + 0.5)
+    says(Op.BUSY, Status.OK, dead.satellite, NOW_S + 0.5)
+    pass_time(NOW_S + 0.85)
+    assert silent.satellite in machine._peers.suspects and machine.next_event() is None
+    says(Op.UNREACHABLE, Status.NO_ROUTE, SatelliteId(2, 8), NOW_S + 0.85)
+    pass_time(NOW_S + 10.0)
+    ended = machine.next_event()
+    assert ended is not None and ended.report.failure == "unreachable" and ended.report.seconds > 0.85
+
+
 @pytest.mark.parametrize("echo_s", [NOW_S + 1.0, NOW_S - 100.0])
 def test_an_echo_that_cannot_be_is_no_round_trip(echo_s):
     conversation = Conversation("ask")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from typing import Any
@@ -136,6 +137,58 @@ def test_a_silent_satellite_leaves_a_loss_unproved() -> None:
     assert last.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
     assert last.absent([0], absence(4, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
     assert not last.redirect([0], SatelliteId(0, 2)), "no satellite is left: it ends as silent"
+
+
+def two_servers() -> tuple[ReadTransfer, StandIns]:
+    """Chunks 0 and 2 on one satellite, 1 and 3 on another; each has one stand-in."""
+
+    def where(moves: Moves) -> tuple[SatelliteId, ...]:
+        return SatelliteId(0, moves[0]), SatelliteId(1, moves[0])
+
+    info = ValueInfo(KEY, 4, 4, 16, 0, 1, 2, (0, 0))
+    read = ReadTransfer(info, memoryview(bytearray(16)), where, (0, 0), burst_chunks=2)
+    return read, StandIns(lambda: [(0, 0), (1, 0)], lambda _: False)
+
+
+@pytest.mark.parametrize("first", ["timeout", "unreachable"])
+@pytest.mark.parametrize("last", ["timeout", "unreachable"])
+def test_stand_ins_that_fail_leave_the_reason_for_which_they_were_asked(first: str, last: str) -> None:
+    read, others = two_servers()
+    assert read.redirect([0, 2], SatelliteId(0, 0), first, others)
+    assert not read.redirect([0, 2], SatelliteId(0, 1), last, others)
+    assert read.why_ended([0, 2], last) == first
+
+
+@pytest.mark.parametrize("reasons", itertools.permutations(["timeout", "unreachable"]))
+@pytest.mark.parametrize("arrived", ["", "the first", "the second"])
+def test_the_most_certain_reason_among_the_missing_chunks_wins(reasons: tuple[str, str], arrived: str) -> None:
+    """In whichever order the two satellites fail, and whichever of them ends the read."""
+    read, others = two_servers()
+    for server, reason in enumerate(reasons):
+        assert read.redirect([server, server + 2], SatelliteId(server, 0), reason, others)
+    if arrived:
+        at = 0 if arrived == "the first" else 1
+        read.arrived[at] = read.arrived[at + 2] = 1
+    ends = 0 if arrived == "the second" else 1
+    assert not read.redirect([ends, ends + 2], SatelliteId(ends, 1), "timeout", others)
+    assert read.why_ended([ends, ends + 2], "timeout") == (reasons[ends] if arrived else "unreachable")
+
+
+def test_a_satellite_that_was_silent_in_time_is_not_unreachable_for_its_other_chunks() -> None:
+    """It is a suspect from then on, but by this read's own wait."""
+    read, others = two_servers()
+    assert read.redirect([0], SatelliteId(0, 0), "timeout", others)
+    assert read.redirect([2], SatelliteId(0, 0), "unreachable", others)
+    assert not read.redirect([0], SatelliteId(0, 1), "timeout", others)
+    assert read.why_ended([0], "timeout") == "timeout"
+
+
+@pytest.mark.parametrize(("first", "second"), itertools.product(["timeout", "unreachable"], repeat=2))
+def test_a_satellite_without_stand_ins_counts_as_well(first: str, second: str) -> None:
+    read, others = two_servers()
+    assert read.redirect([0], SatelliteId(0, 0), first, others)
+    assert not read.redirect([1], SatelliteId(1, 0), second)
+    assert read.why_ended([1], second) == ("unreachable" if "unreachable" in (first, second) else "timeout")
 
 
 def test_a_read_that_takes_its_bursts_leaves_those_of_the_next_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.satellite.handover import BURST_CHUNKS, Handover
+from skymemory.protocol.satellite.handover import BURST_CHUNKS, ChunkHandover
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 THERE, ELSEWHERE = SatelliteId(0, 1), SatelliteId(0, 2)
@@ -15,7 +15,7 @@ def names(count: int, key: bytes = KEY) -> list[tuple[bytes, int]]:
     return [(key, index) for index in range(count)]
 
 
-def drive(handover: Handover, until_s: float) -> list[tuple[float, list[int]]]:
+def drive(handover: ChunkHandover, until_s: float) -> list[tuple[float, list[int]]]:
     """Let every timer fire; when which bursts were sent."""
     sent = []
     while (due_s := handover.next_timer_s()) is not None and due_s <= until_s:
@@ -27,7 +27,7 @@ def drive(handover: Handover, until_s: float) -> list[tuple[float, list[int]]]:
 
 
 def test_bursts_have_one_key_and_a_window():
-    handover = Handover(window_bursts=2, timeout_s=0.1, grace_s=1.0)
+    handover = ChunkHandover(window_bursts=2, timeout_s=0.1, grace_s=1.0)
     assert handover.idle and handover.next_timer_s() is None
     handover.enqueue(THERE, [*names(BURST_CHUNKS + 1), *names(3, OTHER)])
     handover.enqueue(THERE, names(BURST_CHUNKS + 1))
@@ -42,14 +42,14 @@ def test_bursts_have_one_key_and_a_window():
 
 def test_after_a_billion_bursts_ids_begin_again() -> None:
     """Above them are those of other questions."""
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0, first_request_id=0x3FFFFFFD)
+    handover = ChunkHandover(window_bursts=4, timeout_s=0.1, grace_s=1.0, first_request_id=0x3FFFFFFD)
     for number in range(4):
         handover.enqueue(THERE, [(bytes([number]) * 32, 0)])
     assert [burst.request_id for burst in handover.bursts_to_send(0.0)] == [0x3FFFFFFE, 0x3FFFFFFF, 1, 2]
 
 
 def test_an_ack_is_awaited_of_the_satellite_that_was_sent_the_burst() -> None:
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover = ChunkHandover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
     handover.enqueue(THERE, [(bytes(32), 0)])
     (burst,) = handover.bursts_to_send(0.0)
     assert handover.awaits(burst.request_id, THERE) and not handover.awaits(burst.request_id + 1, THERE)
@@ -57,7 +57,7 @@ def test_an_ack_is_awaited_of_the_satellite_that_was_sent_the_burst() -> None:
 
 
 def test_what_is_not_acknowledged_is_sent_again_and_then_later():
-    handover = Handover(2, 0.1, 1.0)
+    handover = ChunkHandover(2, 0.1, 1.0)
     handover.enqueue(THERE, names(3))
     (burst,) = handover.bursts_to_send(0.0)
     handover.acknowledged(burst.request_id, [(KEY, 1)], 0.05)
@@ -70,7 +70,7 @@ def test_what_is_not_acknowledged_is_sent_again_and_then_later():
 
 
 def test_a_refused_burst_makes_way_and_is_tried_again_later():
-    handover = Handover(1, 0.1, 1.0)
+    handover = ChunkHandover(1, 0.1, 1.0)
     handover.enqueue(THERE, names(2))
     handover.enqueue(ELSEWHERE, names(1, OTHER))
     (refused,) = handover.bursts_to_send(0.0)
@@ -83,7 +83,7 @@ def test_a_refused_burst_makes_way_and_is_tried_again_later():
 
 
 def test_copies_are_deleted_after_the_grace_in_order():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     handover.enqueue(THERE, names(2))
     (burst,) = handover.bursts_to_send(0.0)
     handover.acknowledged(burst.request_id, [(KEY, 1)], 0.1)
@@ -95,7 +95,7 @@ def test_copies_are_deleted_after_the_grace_in_order():
 
 
 def test_what_is_stored_again_is_not_doomed_by_an_older_acknowledgement():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     handover.enqueue(THERE, names(3))
     (burst,) = handover.bursts_to_send(0.0)
     handover.acknowledged(burst.request_id, [(KEY, 0)], 0.01)
@@ -105,7 +105,7 @@ def test_what_is_stored_again_is_not_doomed_by_an_older_acknowledgement():
 
 
 def test_strays_are_looked_at_once_and_only_while_they_are_strays():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     handover.stray((KEY, 0), 5.0)
     handover.stray((KEY, 0), 1.0)
     handover.stray((KEY, 1), 2.0)
@@ -117,7 +117,7 @@ def test_strays_are_looked_at_once_and_only_while_they_are_strays():
 
 
 def test_acknowledgements_of_nothing_change_nothing():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     assert handover.acknowledged(7, names(3), 0.0) == 0
     handover.refused(7, 0.0)
     assert handover.idle and handover.next_timer_s() is None
@@ -125,7 +125,7 @@ def test_acknowledgements_of_nothing_change_nothing():
 
 def test_a_burst_whose_chunks_were_all_stored_again_keeps_no_other_key_from_resting():
     """It stays in flight, with no chunk left of it, until it is answered: a look at its first one raised IndexError."""
-    handover = Handover(32, 0.1, 1.0)
+    handover = ChunkHandover(32, 0.1, 1.0)
     handover.enqueue(SatelliteId(0, 1), [(b"k" * 32, 0)])
     (burst,) = handover.bursts_to_send(0.0)
     handover.keep(b"k" * 32, [0])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.clock import HANDED_OVER_S
-from skymemory.protocol.satellite.handover import BURST_CHUNKS, SPREAD_S, SPREAD_SHARE, Handover, Pacer, phase_of
+from skymemory.protocol.satellite.handover import BURST_CHUNKS, SPREAD_S, SPREAD_SHARE, ChunkHandover, Pacer, phase_of
 
 GAP_S = 0.002
 KEY, THERE = bytes(32), SatelliteId(0, 1)
@@ -105,7 +105,7 @@ def names(bursts: int) -> list[tuple[bytes, int]]:
 
 def test_a_handover_leaves_at_its_pace_and_is_waited_for():
     pacer = Pacer(GAP_S)
-    handover = Handover(32, 0.1, 1.0, pacer)
+    handover = ChunkHandover(32, 0.1, 1.0, pacer)
     handover.enqueue(THERE, names(20))
     pacer.spread(20, 0.0, 0.1)
     sent: list[float] = []
@@ -116,7 +116,7 @@ def test_a_handover_leaves_at_its_pace_and_is_waited_for():
 
 def test_what_comes_again_keeps_the_pace_too():
     """Nothing was acknowledged: hosts are busy, and a second copy of everything at once would keep them so."""
-    handover = Handover(32, 0.1, 1.0, Pacer(GAP_S))
+    handover = ChunkHandover(32, 0.1, 1.0, Pacer(GAP_S))
     handover.enqueue(THERE, names(20))
     sent: list[float] = []
     while (due_s := handover.next_timer_s()) is not None and due_s < 0.3:
@@ -127,7 +127,7 @@ def test_what_comes_again_keeps_the_pace_too():
 
 
 def test_answers_that_come_late_are_given_more_time():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     for now_s in (0.0, 1.0, 2.0):
         handover.enqueue(THERE, names(1))
         (burst,) = handover.bursts_to_send(now_s)

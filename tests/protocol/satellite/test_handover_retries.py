@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.satellite.handover import Handover
+from skymemory.protocol.satellite.handover import ChunkHandover
 from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import ChunkRef, PlacementTag
 
@@ -11,14 +11,14 @@ HERE, THERE = SatelliteId(2, 9), SatelliteId(2, 12)
 KEY, OTHER = bytes(32), bytes([1]) * 32
 
 
-def refuse_all(handover: Handover, now_s: float) -> None:
+def refuse_all(handover: ChunkHandover, now_s: float) -> None:
     while bursts := handover.bursts_to_send(now_s):
         for burst in bursts:
             handover.refused(burst.request_id, now_s)
 
 
 def test_the_wait_doubles_up_to_a_limit_for_all_chunks_of_a_key_alike():
-    handover, now_s, waits = Handover(4, 0.1, 1.0), 0.0, []
+    handover, now_s, waits = ChunkHandover(4, 0.1, 1.0), 0.0, []
     names = [(KEY, index) for index in range(25)]
     handover.enqueue(THERE, names)
     for _ in range(7):
@@ -33,7 +33,7 @@ def test_the_wait_doubles_up_to_a_limit_for_all_chunks_of_a_key_alike():
 
 
 def test_another_key_and_another_move_start_afresh():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     for _ in range(2):
         handover.enqueue(THERE, [(KEY, 0)])
         refuse_all(handover, 0.0)
@@ -47,7 +47,7 @@ def test_another_key_and_another_move_start_afresh():
 
 
 def test_what_is_overdue_when_the_box_has_moved_on_is_not_sent_where_it_was_to_go():
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover = ChunkHandover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
     handover.enqueue(SatelliteId(1, 1), [(KEY, 0), (KEY, 1)])
     (burst,) = handover.bursts_to_send(0.0)
     handover.plan(ChunkStore(1 << 20), lambda tag: SatelliteId(2, 2), SatelliteId(0, 0))
@@ -58,7 +58,7 @@ def test_what_is_overdue_when_the_box_has_moved_on_is_not_sent_where_it_was_to_g
 
 
 def test_the_next_to_be_evicted_leaves_first_and_so_is_the_first_again_where_it_arrives():
-    store, handover = ChunkStore(1 << 20), Handover(window_bursts=9, timeout_s=0.1, grace_s=1.0)
+    store, handover = ChunkStore(1 << 20), ChunkHandover(window_bursts=9, timeout_s=0.1, grace_s=1.0)
     keys = [bytes([number]) * 32 for number in range(4)]
     for number, key in enumerate(keys):  # of different placements: each in a group of its own
         tag = PlacementTag(0, 1, 0, slot_moves=3 - number, plane_moves=0)

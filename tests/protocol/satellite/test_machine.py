@@ -14,9 +14,9 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.messages import Presence, Selection, pack_forget
+from skymemory.protocol.messages import ChunkPresence, Selection, pack_forget
 from skymemory.protocol.satellite import memory
-from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
+from skymemory.protocol.satellite.checks import Check, CheckResult, pack_checks, pack_found, unpack_checks, unpack_found
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import setting_of
 from skymemory.protocol.satellite.state import EvictionConfig
@@ -104,7 +104,7 @@ def test_room_is_reported_once_for_a_request_of_many_chunks() -> None:
     alone = Alone(600)
     checks = [Check(key_of(name), bytes(12), 1, 0, 3, 100) for name in "vw"]
     (answer,) = alone.hear(Op.CHECK, pack_checks(checks))
-    assert unpack_found(answer.body) == [Found.LACKING, Found.NO_ROOM]
+    assert unpack_found(answer.body) == [CheckResult.LACKING, CheckResult.NO_ROOM]
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
@@ -128,7 +128,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
             there = question.header.destination
             if question.header.op is Op.CHECK:
                 asked_for = [check.server for check in unpack_checks(question.body)]
-                found = [Found.WHOLE if index < 10 * held else Found.LACKING for index in asked_for]
+                found = [CheckResult.WHOLE if index < 10 * held else CheckResult.LACKING for index in asked_for]
                 header = SkyHeader(Op.CHECKED, Address(*HERE), there, 0, question.header.request_id, flags=FLAG_SETTLED)
                 answer = build_packet(header, pack_found(found), 0, now_s)
                 receive_datagram(alone.machine, answer, SatelliteId(there.plane, there.slot), now_s)
@@ -136,7 +136,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
                 continue
             asked += 1
             its = PlacementTag(3, 10, placement.locate_all().index(SatelliteId(there.plane, there.slot)), 0, 0)
-            presence = Presence(its.server, 20, 100, 2000, 5, held, its) if held else None
+            presence = ChunkPresence(its.server, 20, 100, 2000, 5, held, its) if held else None
             header = SkyHeader(Op.PRESENCE, Address(*HERE), there, 0, question.header.request_id)
             answer = build_packet(header, messages.pack_presences([presence]), 0, now_s)
             receive_datagram(alone.machine, answer, SatelliteId(there.plane, there.slot), now_s)

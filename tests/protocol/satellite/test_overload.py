@@ -13,7 +13,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE, MoveClock, SkyMap
 from skymemory.protocol.congestion import LONG_HOLD_S, SHORT_HOLD_S, Throttle
-from skymemory.protocol.satellite.handover import Handover
+from skymemory.protocol.satellite.handover import ChunkHandover
 from skymemory.protocol.satellite.links import Neighbours
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import MOST_AGE_S, MOST_BYTES, Lateness, Postponed
@@ -228,7 +228,7 @@ def test_a_throttle_without_a_short_hold_lets_exactly_so_many_through_at_once():
 
 
 def test_a_window_closes_without_answers_and_opens_again():
-    handover = Handover(32, 0.1, 1.0)
+    handover = ChunkHandover(32, 0.1, 1.0)
     for number in range(200):
         handover.enqueue(THERE, [(number.to_bytes(32, "big"), 0)])
     now_s = 0.0
@@ -250,7 +250,7 @@ def test_a_window_closes_without_answers_and_opens_again():
 
 def test_a_lost_burst_among_answered_ones_is_no_reason_to_send_less():
     """Links lose two packets of a hundred: that is no congestion."""
-    handover, dice, now_s = Handover(32, 0.1, 1.0), random.Random(1), 0.0
+    handover, dice, now_s = ChunkHandover(32, 0.1, 1.0), random.Random(1), 0.0
     for number in range(2000):
         handover.enqueue(THERE, [(number.to_bytes(32, "big"), 0)])
     on_their_way: list[tuple[float, int, list]] = []
@@ -266,7 +266,7 @@ def test_a_lost_burst_among_answered_ones_is_no_reason_to_send_less():
 
 
 def test_answers_that_wait_in_queues_make_the_window_smaller():
-    handover = Handover(32, 0.1, 1.0)
+    handover = ChunkHandover(32, 0.1, 1.0)
     for number in range(1000):
         handover.enqueue(THERE, [(number.to_bytes(32, "big"), 0)])
     now_s = 0.0
@@ -281,7 +281,7 @@ def test_answers_that_wait_in_queues_make_the_window_smaller():
 
 def test_our_own_lateness_is_no_missing_acknowledgement():
     lateness = Lateness()
-    handover = Handover(4, 0.1, 1.0, lateness=lateness)
+    handover = ChunkHandover(4, 0.1, 1.0, lateness=lateness)
     handover.enqueue(THERE, [(KEY, 0)])
     (burst,) = handover.bursts_to_send(0.0)
     lateness.measured(15.0, 15.0)
@@ -290,7 +290,7 @@ def test_our_own_lateness_is_no_missing_acknowledgement():
 
 
 def test_relief_starts_every_back_off_from_its_shortest_but_for_who_is_full():
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     full, unreachable = (KEY, 0), (bytes([1]) * 32, 0)
     now_s = 0.0
     for _ in range(4):
@@ -312,7 +312,7 @@ def test_relief_starts_every_back_off_from_its_shortest_but_for_who_is_full():
 
 
 def test_relief_that_comes_too_often_is_put_off_and_not_lost():
-    handover, name, now_s = Handover(4, 0.1, 1.0), (KEY, 0), 0.0
+    handover, name, now_s = ChunkHandover(4, 0.1, 1.0), (KEY, 0), 0.0
     for _ in range(80):
         handover.enqueue(THERE, [name])
         for burst in handover.bursts_to_send(now_s):
@@ -330,7 +330,7 @@ def test_relief_that_comes_too_often_is_put_off_and_not_lost():
 
 def test_a_chunk_that_was_stored_again_waits_for_a_full_satellite_like_any_other():
     """No satellite had answered for the chunk that it replaced: relief is for that one."""
-    handover, name = Handover(4, 0.1, 1.0), (KEY, 0)
+    handover, name = ChunkHandover(4, 0.1, 1.0), (KEY, 0)
     for full in (False, True):
         handover.keep(KEY, [0])
         handover.enqueue(THERE, [name])
@@ -485,7 +485,7 @@ def test_moves_that_were_missed_are_one_handover():
 
 def test_before_the_plan_is_made_nothing_is_known_to_rest():
     """A MISS then proves no loss: the chunk may be one that is to leave for here."""
-    handover = Handover(4, 0.1, 1.0)
+    handover = ChunkHandover(4, 0.1, 1.0)
     assert handover.is_settled(KEY, [0])
     handover.moved = True
     assert not handover.is_settled(KEY, [0]) and not handover.idle

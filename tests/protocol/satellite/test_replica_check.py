@@ -18,7 +18,7 @@ from skymemory.protocol.messages import WRITING_S
 from skymemory.protocol.satellite.checks import (
     MAX_CHECKS_PER_PACKET,
     Check,
-    Found,
+    CheckResult,
     pack_checks,
     pack_found,
     unpack_checks,
@@ -313,8 +313,8 @@ def test_bodies_that_are_not_what_they_say_are_refused():
             unpack_checks(body)
     with pytest.raises(InvalidInput):
         pack_checks([])
-    answer = pack_found([Found.WHOLE, Found.NO_ROOM])
-    assert unpack_found(answer) == [Found.WHOLE, Found.NO_ROOM]
+    answer = pack_found([CheckResult.WHOLE, CheckResult.NO_ROOM])
+    assert unpack_found(answer) == [CheckResult.WHOLE, CheckResult.NO_ROOM]
     for body in (b"", answer[:-1], answer[:-1] + b"\3"):
         with pytest.raises(MalformedPacket):
             unpack_found(body)

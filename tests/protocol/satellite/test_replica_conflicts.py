@@ -11,7 +11,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES
-from skymemory.protocol.satellite.handover import Handover
+from skymemory.protocol.satellite.handover import ChunkHandover
 from skymemory.protocol.satellite.memory import as_copy
 from skymemory.protocol.wire import REPLICA_OFFSET
 from skymemory.transport.faults import FaultInjector
@@ -83,7 +83,7 @@ def test_copies_are_where_they_belong_after_any_jumps(jumps, pause_s, seed, loss
 
 
 def test_what_leaves_as_another_copy_is_not_deleted_here():
-    handover = Handover(window_bursts=1, timeout_s=0.1, grace_s=1.0)
+    handover = ChunkHandover(window_bursts=1, timeout_s=0.1, grace_s=1.0)
     there, key = SatelliteId(1, 1), b"k" * 32
     handover.enqueue(there, [(key, 0), (key, 1)])
     handover.enqueue(there, [(b"l" * 32, 0)])
@@ -98,7 +98,7 @@ def test_what_leaves_as_another_copy_is_not_deleted_here():
 
 
 def test_what_is_still_to_leave_as_another_copy_is_kept_for_that():
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover = ChunkHandover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
     there, elsewhere, key = SatelliteId(1, 1), SatelliteId(2, 2), b"k" * 32
     handover.enqueue(there, [(key, 0)])
     handover.bursts_to_send(0.0)
@@ -114,7 +114,7 @@ def test_what_is_still_to_leave_as_another_copy_is_kept_for_that():
 
 
 def test_what_is_on_its_way_as_another_copy_is_replanned_when_the_box_moves(world, value_of):
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover = ChunkHandover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
     there, key = SatelliteId(1, 1), b"k" * 32
     handover.enqueue(there, [(key, 0), (key, 1)])
     (burst,) = handover.bursts_to_send(0.0)

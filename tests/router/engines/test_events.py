@@ -21,13 +21,13 @@ import pytest
 import zmq
 
 from skymemory import native
-from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored
+from skymemory.conductor.prefix_index.events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed as prefix_seed
 from skymemory.errors import InvalidInput
 from skymemory.router.engines.events import KvEvents
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import Pace
+from skymemory.router.engines.follower import ReplayTimeouts
 from skymemory.router.engines.wire import MAX_MESSAGE_BYTES
 
 SLOT = 3
@@ -61,7 +61,7 @@ class Held:
     def resume_empty(self, slot: int, sequence: int) -> None:
         self.held[slot], self.next[slot] = set(), sequence
 
-    def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> None:
+    def apply(self, slot: int, batch: EventBatch, replayed: bool = False, more: bool = False) -> None:
         if slot not in self.next:
             raise InvalidInput("no client follows it")
         assert batch.sequence == self.next[slot]
@@ -148,7 +148,7 @@ async def heard(events: KvEvents, publisher: Publisher, replay: bool, topic: str
 def run(scene: Callable[[KvEvents, Held], Any], **options: Any) -> None:
     async def play() -> None:
         held = Held()
-        events = KvEvents(held, Pace(**options))
+        events = KvEvents(held, ReplayTimeouts(**options))
         try:
             await scene(events, held)
         finally:
@@ -174,7 +174,7 @@ def test_what_is_published_is_believed() -> None:
 
 def test_others_have_their_turns_while_a_long_message_is_taken_and_a_longer_one_is_not() -> None:
     class Slow(Held):
-        def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> None:
+        def apply(self, slot: int, batch: EventBatch, replayed: bool = False, more: bool = False) -> None:
             time.sleep(0.0005)
             turns_at.append(turns)
             super().apply(slot, batch, replayed, more)
@@ -184,7 +184,7 @@ def test_others_have_their_turns_while_a_long_message_is_taken_and_a_longer_one_
     async def play() -> None:
         nonlocal turns
         held, context = Slow(), zmq.Context()
-        events, publisher = KvEvents(held, Pace()), context.socket(zmq.XPUB)
+        events, publisher = KvEvents(held, ReplayTimeouts()), context.socket(zmq.XPUB)
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         try:
             feed = events.follow("a", SLOT, f"tcp://127.0.0.1:{port}", model="small")
@@ -264,7 +264,7 @@ def test_the_precise_index_matches_what_the_engine_holds(host: int, blocks: int)
 
     async def play() -> None:
         index = PreciseIndex(BLOCK_TOKENS)
-        events = KvEvents(index, Pace(probe_s=0.1, patience_s=0.01))
+        events = KvEvents(index, ReplayTimeouts(probe_s=0.1, patience_s=0.01))
         try:
             with a_publisher(seed=9, lose=0.1, double=0.1, swap=0.1, host=host) as publisher:
                 feed = await heard(events, publisher, replay=True)
@@ -495,7 +495,7 @@ def test_it_goes_as_well_in_the_loop_that_the_router_runs_in() -> None:
 
     async def play() -> None:
         held = Held()
-        events = KvEvents(held, Pace(probe_s=0.1, patience_s=0.01))
+        events = KvEvents(held, ReplayTimeouts(probe_s=0.1, patience_s=0.01))
         with a_publisher(seed=3, lose=0.1, double=0.1, swap=0.1) as publisher:
             await heard(events, publisher, replay=True)
             truth = publisher.order(publish=100)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
+from skymemory.conductor.prefix_index.events import AllCleared, BlocksRemoved, BlocksStored, Event, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.router.engines import wire
 from skymemory.router.engines.feed import Feed
@@ -165,7 +165,7 @@ def test_blocks_that_are_not_as_long_as_ours_are_cut_without_a_trace() -> None:
     for cut in ([event], list(wire._cut(event))):
         index = PreciseIndex(4)
         index.follow(0, "m")
-        index.apply(0, Batch(0, cut))
+        index.apply(0, EventBatch(0, cut))
         indexes.append((index.table_rows, index.orphans(0), index.counters.as_dict()))
     assert indexes[0] == indexes[1] and indexes[0][0] > 0
 
@@ -215,7 +215,7 @@ class Recorder:
 
     def resume_empty(self, slot: int, sequence: int) -> None: ...
 
-    def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> None:
+    def apply(self, slot: int, batch: EventBatch, replayed: bool = False, more: bool = False) -> None:
         self.given.append(sum(1 if isinstance(each, AllCleared) else len(each.hashes) for each in batch.events))
         self.ends += not more
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from tests.router.engines.engine_texts import SGLANG, VLLM
 
-from skymemory.conductor.picker import Fleet, LoadReport
+from skymemory.conductor.picker import Fleet, ReportedLoad
 from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, fetch, fetch_metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -185,7 +185,7 @@ def test_a_report_is_as_old_as_the_question() -> None:
 
     now_s = [100.0]
 
-    async def run() -> LoadReport:
+    async def run() -> ReportedLoad:
         async with Engines() as engines:
             engines.handlers["a"] = slowly
             return (await fetch_metrics(engines.fetch, engines.url("a"), clock=lambda: now_s[0])).report

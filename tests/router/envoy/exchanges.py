@@ -142,7 +142,7 @@ def kinds(answers: Sequence[ProcessingResponse]) -> list[str]:
     return [str(answer.WhichOneof("response")) for answer in answers]
 
 
-class Exchange(ext_proc.Exchange):
+class Exchange(ext_proc.ExtProcExchange):
     """One whose answers are objects, as Envoy reads them."""
 
     def receive(self, message: ProcessingRequest, now_s: float, read: Any = None) -> Any:

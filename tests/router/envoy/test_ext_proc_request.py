@@ -23,7 +23,7 @@ from tests.router.envoy.exchanges import (
     request_trailers,
 )
 
-from skymemory.conductor.picker import LoadReport
+from skymemory.conductor.picker import ReportedLoad
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.messages import OVERWRITE, PIECE_BYTES
@@ -68,7 +68,7 @@ def test_what_a_client_put_into_the_header_is_overwritten() -> None:
 def test_fallbacks_are_best_first() -> None:
     service = a_service(scorer=LeastLoad(), fallbacks=2)
     for number, waiting in enumerate((5, 1, 3)):
-        service.picker.fleet.servers[f"10.0.0.{number}:8000"].reported = LoadReport(at_s=0.0, waiting=waiting)
+        service.picker.fleet.servers[f"10.0.0.{number}:8000"].reported = ReportedLoad(at_s=0.0, waiting=waiting)
     exchange = Exchange(service)
     (answer,) = exchange.receive(request_headers(GET, end=True), 0.0)
     assert header_destination(answer) == "10.0.0.1:8000,10.0.0.2:8000,10.0.0.0:8000"

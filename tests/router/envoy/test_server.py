@@ -16,9 +16,9 @@ from aiohttp import web
 from tests.router.engines.test_events import BLOCK_TOKENS, a_publisher
 from tests.router.envoy.exchanges import a_completion, a_service
 from tests.router.envoy.test_ext_proc_server import LOOP
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
-from skymemory.conductor.picker import Fleet, LoadReport, Picker
+from skymemory.conductor.picker import Fleet, Picker, ReportedLoad
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.engine.inputs import small_model_folder
@@ -289,7 +289,7 @@ def test_adapters_that_engines_report_are_read_as_adapters() -> None:
     body = b'{"model": "french", "prompt": "bonjour"}'
     read = reader.read("/v1/completions", {}, body)
     assert (read.model, read.adapter) == ("french", "")
-    backends.known["a"].server.reported = LoadReport(at_s=0.0, adapters=frozenset({"french", "german"}))
+    backends.known["a"].server.reported = ReportedLoad(at_s=0.0, adapters=frozenset({"french", "german"}))
     backends.reported("a")
     assert reader.read("/v1/completions", {}, body).adapter == "french"
     assert sorted(reader.adapters) == ["danish", "french", "german"]

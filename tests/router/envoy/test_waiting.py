@@ -20,7 +20,7 @@ from tests.router.envoy.exchanges import (
 )
 from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
-from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.server import endpoint_picker
@@ -140,20 +140,20 @@ def test_a_rule_of_admission_is_asked_and_notified() -> None:
     class OneInTwo(Admission):
         name = "one in two"
 
-        def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
+        def on_arrival(self, case: ScheduledRequest, now_s: float) -> Refusal | None:
             notified.append("asked")
             return Refusal("it is the second", 7.2, kind="ttft") if notified.count("asked") == 2 else None
 
-        def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
+        def before_decode(self, case: ScheduledRequest, now_s: float) -> Refusal | None:
             return None
 
-        def accepted(self, case: Placement, now_s: float) -> None:
+        def accepted(self, case: ScheduledRequest, now_s: float) -> None:
             notified.append("accepted")
 
-        def refused(self, case: Placement, refusal: Refusal, now_s: float) -> None:
+        def refused(self, case: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
             notified.append("refused")
 
-        def on_request_end(self, case: Placement, now_s: float, met: bool | None) -> None:
+        def on_request_end(self, case: ScheduledRequest, now_s: float, met: bool | None) -> None:
             notified.append(f"ended {met}")
 
     service = a_service(1)

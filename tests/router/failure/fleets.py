@@ -10,7 +10,7 @@ from itertools import count
 
 from skymemory.router.failure.evidence import Attempts
 from skymemory.router.failure.faults import Fault
-from skymemory.router.failure.policy import FailurePolicy, Limits
+from skymemory.router.failure.policy import FailureLimits, FailurePolicy
 from skymemory.router.failure.silence import WHOLE
 
 WELL, HANGS = "well", "hangs"
@@ -54,7 +54,7 @@ class VirtualFleet:
         servers: int = 3,
         *,
         are_checked: bool = True,
-        limits: Limits = Limits(),  # noqa: B008
+        limits: FailureLimits = FailureLimits(),  # noqa: B008
         have_metrics: bool = True,
     ) -> None:
         self.servers = {f"s{number}": VirtualServer(f"s{number}") for number in range(servers)}

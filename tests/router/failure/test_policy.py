@@ -9,7 +9,7 @@ from tests.router.failure.fleets import HANGS, WELL, VirtualFleet
 
 from skymemory.router.failure.evidence import REST_S, Attempts
 from skymemory.router.failure.faults import RULES, Fault, fault_of, retry_after_s
-from skymemory.router.failure.policy import FailurePolicy, Limits
+from skymemory.router.failure.policy import FailureLimits, FailurePolicy
 from skymemory.router.failure.silence import FIRST_TOKEN
 
 FAULTS = [Fault.ERROR, Fault.BUSY, Fault.UNAVAILABLE, Fault.GATEWAY, Fault.RESET, Fault.REFUSED]
@@ -118,7 +118,7 @@ def test_two_hostile_clients_alone_take_no_server_from_a_third() -> None:
 def test_no_history_puts_more_servers_out_than_allowed(
     history: list[tuple[str, int, int, Fault, float]], servers: int, share: float, are_checked: bool
 ) -> None:
-    policy = FailurePolicy(Limits(max_ejected=share), are_checked=are_checked)
+    policy = FailurePolicy(FailureLimits(max_ejected=share), are_checked=are_checked)
     names = [f"s{number}" for number in range(servers)]
     for name in names:
         policy.add(name)
@@ -228,7 +228,7 @@ def test_a_servers_own_time_is_kept_and_a_check_acquits_broken_connections_only(
 
 def test_what_left_its_cache_behind_is_forgotten_only_where_its_process_is_gone() -> None:
     for is_refused, expected in ((True, "gone"), (False, "")):
-        policy = FailurePolicy(Limits(failures=1, successes=1))
+        policy = FailurePolicy(FailureLimits(failures=1, successes=1))
         for name in ("a", "b"):
             policy.add(name)
         policy.on_check("a", "x", 0.0, 0.0, is_refused=is_refused, is_reached=False)

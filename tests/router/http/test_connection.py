@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from tests.router.running import PATIENCE_S, Running, until
 
-from skymemory.router.http.connection import SLICE_BYTES, Connection
+from skymemory.router.http.connection import SLICE_BYTES, HttpConnection
 from skymemory.router.limits.held_bytes import HeldBytes
 
 Run = Callable[..., Running]
@@ -606,13 +606,13 @@ class _Later:
             call()
 
 
-def _connection(app: mock.MagicMock, loop: _Later, transport: mock.MagicMock) -> Connection:
+def _connection(app: mock.MagicMock, loop: _Later, transport: mock.MagicMock) -> HttpConnection:
     app.arriving, app.max_body_bytes = HeldBytes(64 << 20), 16 << 20
     app.client_s = app.head_s = app.keep_alive_s = 60.0
     app.least_rate, app.refusal.return_value = 1024, None
     transport.is_closing.return_value = False
     transport.get_extra_info.return_value = ("127.0.0.1", 1)
-    made = Connection(app, loop)  # type: ignore[arg-type]
+    made = HttpConnection(app, loop)  # type: ignore[arg-type]
     made.connection_made(transport)
     return made
 

@@ -15,7 +15,7 @@ from tests.router.running import Running, until
 
 from skymemory.cli.main import build_parser
 from skymemory.cli.route import _flags
-from skymemory.conductor.picker import Fleet, LoadReport, NoServer, Picker
+from skymemory.conductor.picker import Fleet, NoServer, Picker, ReportedLoad
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Refusal, Scheduler
 from skymemory.conductor.strategies.named import named
@@ -386,7 +386,7 @@ def test_waiting_requests_of_an_engine_count_beside_those_that_run() -> None:
         server = router.backends.known["d0"].server
         for waiting in (8, 8, 8):
             router.tick()
-            server.reported = LoadReport(router.now_s, waiting=waiting, running=4, kv_usage=0.5)
+            server.reported = ReportedLoad(router.now_s, waiting=waiting, running=4, kv_usage=0.5)
         for _ in range(4):
             router.roles.observe(router.now_s)
         (loads,) = [each for each in router.roles.collect() if each.name == "skymemory_router_role_load"]

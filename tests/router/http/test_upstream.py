@@ -11,7 +11,7 @@ import pytest
 
 from skymemory.router.failure.budget import Sends
 from skymemory.router.http import upstream
-from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Pool, ResponseHead, UpstreamCall, UpstreamError
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -70,7 +70,7 @@ class Asked:
         self.body = b""
         self.first = asyncio.Event()
         self.over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.call: Call = pool.ask(self, head, body, True, sends)
+        self.call: UpstreamCall = pool.ask(self, head, body, True, sends)
 
     def response_begins(self, head: ResponseHead) -> None:
         assert self.head is None and not self.over.done()

@@ -15,7 +15,7 @@ from tests.router.running import Running
 
 from skymemory.engine.inputs import small_model_folder
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, token_bytes
-from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, Pieces, PromptTokenizer, TooMuchNewText, can_cut
+from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, PieceCache, PromptTokenizer, TooMuchNewText, can_cut
 from skymemory.router.settings import Prompts, Settings
 
 SHIPPED = small_model_folder()
@@ -122,10 +122,10 @@ def test_other_tokenizers_are_not_cut(tmp_path: Path, changes: dict[str, Any]) -
 
 def test_what_a_file_promises_is_tried() -> None:
     assert can_cut((SHIPPED / "tokenizer.json").read_text("utf-8"))
-    assert not Pieces(lambda texts: [[len(text)] for text in texts], cuts=True).cuts
+    assert not PieceCache(lambda texts: [[len(text)] for text in texts], cuts=True).cuts
 
 
-def counted(most_bytes: int = 1 << 20) -> tuple[Pieces, list[str]]:
+def counted(most_bytes: int = 1 << 20) -> tuple[PieceCache, list[str]]:
     """Letters as tokens, and every piece that was tokenized."""
     seen: list[str] = []
 
@@ -133,7 +133,7 @@ def counted(most_bytes: int = 1 << 20) -> tuple[Pieces, list[str]]:
         seen.extend(texts)
         return [[ord(letter) for letter in text] for text in texts]
 
-    pieces = Pieces(encode, cuts=True, piece_letters=8, most_bytes=most_bytes)
+    pieces = PieceCache(encode, cuts=True, piece_letters=8, most_bytes=most_bytes)
     seen.clear()
     return pieces, seen
 

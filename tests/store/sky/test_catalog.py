@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from tests.store.conftest import simulated, store_over
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.store.base import Presence
@@ -15,6 +14,7 @@ from skymemory.store.sky.probing import ABSENT_S, SILENT_S
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.plan import make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 KEYS = [bytes([number]) * 32 for number in range(1, 21)]
 VALUES = [os.urandom(3000 * number + 7) for number in range(1, 21)]

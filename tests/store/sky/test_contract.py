@@ -17,12 +17,12 @@ from tests.store.conftest import (
     store_over,
     udp_sky_and_loop,
 )
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.placement.fan_out import FanOut
 from skymemory.protocol.client.gateway import ACCESS_MODES
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.plan import make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 MEMORY_BYTES = 8 << 20
 ASKED = frozenset({"limit", "clock", "outage"})

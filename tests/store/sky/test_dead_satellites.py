@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.plan import make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 SIZES = (100, 6144, 20_000, 60_000, 400_000)
 DETECTED_S = 2.0

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import key, value
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import shell_of
 from skymemory.testbed.plan import ConstellationPlan, make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 
 SMALL_BYTES = 64 << 10
 

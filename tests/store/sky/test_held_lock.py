@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,6 +327,85 @@ def test_what_contradicts_the_journal_is_added_all_the_same(journal: Path) -> No
     index.add([key(4)], [INFO], 0, None)
     for reader in (index, other, SharedIndex(journal)):
         assert all(reader.infos([key(at) for at in range(1, 5)])) and reader.complete
+
+
+def raise_slot(entry: BlockInfo) -> BlockInfo:
+    return replace(entry, slot_moves=entry.slot_moves + 1)
+
+
+def test_a_swap_beside_a_held_lock_undoes_nothing_that_its_holder_writes(journal: Path) -> None:
+    index, later = SharedIndex(journal), replace(INFO, value_crc=7)
+    index.add([key(1)], [INFO], 0, None)
+    with held(journal):
+        assert not index.replace(key(1), INFO.__eq__, raise_slot) and index.locked_out
+        assert index.infos([key(1)]) == [INFO]
+        with journal.open("ab") as file:  # by the holder
+            file.write(encode_record(RecordOp.ADD, [key(1)], [later]))
+    assert not index.replace(key(1), INFO.__eq__, raise_slot)
+    for reader in (index, SharedIndex(journal)):
+        assert reader.infos([key(1)]) == [later] and reader.complete
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_swap_that_was_done_counts(journal: Path, seed: int) -> None:
+    """Three indices count in one entry, each with what it last read, while the lock comes and goes."""
+    dice, indices = random.Random(seed), [SharedIndex(journal) for _ in range(3)]
+    indices[0].add([key(1)], [INFO], 0, None)
+    done = 0
+    for _ in range(60):
+        with held(journal) if dice.random() < 0.5 else nullcontext():
+            for index in dice.sample(indices, 2):
+                (seen,) = index.infos([key(1)])
+                assert seen is not None
+                done += index.replace(key(1), seen.__eq__, raise_slot)
+    (last,) = SharedIndex(journal).infos([key(1)])
+    assert last is not None and last.slot_moves == done > 0
+
+
+def test_two_processes_that_swap_beside_a_stopped_one_lose_none(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third process is stopped again and again, now and then with the lock held."""
+    monkeypatch.setattr(shared_index, "LOCK_WAIT_S", 0.01)
+    index = SharedIndex(journal)
+    index.add([key(1)], [INFO], 0, None)
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, journal], stdout=subprocess.PIPE)
+    counter = subprocess.Popen([sys.executable, "-c", _COUNTER, journal], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert writer.stdout is not None and writer.stdout.readline()
+        assert counter.stdout is not None and counter.stdout.readline()
+        done = 0
+        for _ in range(20):
+            time.sleep(0.002)
+            writer.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
+            done += index.replace(key(1), lambda entry: True, raise_slot)
+            writer.send_signal(signal.SIGCONT)
+        counted, _ = counter.communicate(timeout=60)
+    finally:
+        for child in (writer, counter):
+            child.kill()
+            child.wait()
+        assert writer.stdout is not None
+        writer.stdout.close()
+    (last,) = SharedIndex(journal).infos([key(1)])
+    assert last is not None and last.slot_moves == done + int(counted)
+
+
+_COUNTER = """
+import sys, threading
+from dataclasses import replace
+from pathlib import Path
+from skymemory.store.sky import shared_index
+shared_index.LOCK_WAIT_S = 0.01
+index, ends = shared_index.SharedIndex(Path(sys.argv[1])), threading.Event()
+print(flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
+done = 0
+while not ends.is_set():
+    done += index.replace(
+        (1).to_bytes(32, "big"), lambda entry: True, lambda entry: replace(entry, slot_moves=entry.slot_moves + 1)
+    )
+print(done)
+"""
 
 
 def test_a_new_constellation_does_not_inherit_records(journal: Path) -> None:

@@ -9,7 +9,6 @@ from itertools import combinations
 
 import pytest
 from tests.store.conftest import simulated, store_over
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import crc32
@@ -22,6 +21,7 @@ from skymemory.store.base import Presence
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.plan import make_plan
+from skymemory.testbed.virtual import VirtualConstellation
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
 

@@ -1,7 +1,6 @@
-"""Cake for an engine: looks a prompt up, cuts it into chunks, and loads and computes it from both ends.
+"""Cake for an engine: cuts a prompt into chunks, and loads and computes it from both ends.
 
-``Cake.open`` returns a ``CakeLoad``; the engine takes steps from its session, computes them and calls ``finish``.
-Independent of engine, tensors and tiers.
+``Cake.open`` returns a ``CakeLoad``; the engine computes the steps of its session and calls ``finish``.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from threading import Lock
 from typing import Literal
 
 from skymemory.cache.blocks import TIER_FAILURES, BlockCache, BlockSink, LoadResult, Parts, PhaseClock
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk, cut_prompt
 from skymemory.cache.cake.session import LoadingSession
 from skymemory.cache.patience import Latencies, patience_s, patience_while_computing_s, recompute_cost
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import LoadTicket, Presence
 
 Sides = Literal["both", "compute", "load"]
-"""Sides that move: both, or one (for comparison). What cannot be loaded is always computed."""
+"""Sides that move; what cannot be loaded is computed in any case."""
 
 _KEPT_SAMPLES = 16.0
 _WAITING = 1 << 16
@@ -33,21 +32,19 @@ _WAITING = 1 << 16
 @dataclass(frozen=True, slots=True)
 class CakeSettings:
     step_tokens: int = 512
-    """Tokens of an engine step, including those of other requests; whole blocks."""
+    """Tokens of an engine step, over all requests."""
     chunk_tokens: int | None = None
-    """Tokens per chunk, in whole blocks; None: this prompt's share of a step. With small chunks both sides meet more
-    exactly, but each costs a request to the tier.
+    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, but each costs
+    a request.
     """
     in_flight_bytes: int = 64 << 20
     """Limit of requested bytes; a single chunk is always allowed."""
     fetch_threads: int = 3
-    """Number of fetch threads. With three, a chunk is verified and placed, the next is loaded, and another waits."""
+    """Number of threads. With three, a chunk is placed, the next is loaded, and another waits."""
     deadline_s: float = 10.0
-    """Time to load a chunk, in addition to its bytes at ``least_bytes_per_s``; after that it is computed. A thread
-    whose fetch hangs is unavailable until it returns; without a thread everything is computed.
-    """
+    """Time to load a chunk, besides its bytes at ``least_bytes_per_s``; then it is computed."""
     least_bytes_per_s: float = 1e6
-    """Rate of the slowest link that is not considered broken."""
+    """Rate of the slowest link not considered broken."""
 
     def check(self, block_tokens: int) -> None:
         if self.step_tokens < block_tokens or self.step_tokens % block_tokens:
@@ -69,19 +66,15 @@ class CakeSettings:
 
 
 class Cake:
-    """Cake of one model's ``Parts``; keeps the measured speeds from prompt to prompt.
-
-    As it is unknown where the sides will meet, all parts of each block are loaded.
-    """
+    """Cake of one model's ``Parts``. All parts of each block are loaded, as it is unknown where the sides will meet."""
 
     def __init__(self, parts: Parts, settings: CakeSettings | None = None) -> None:
         self.settings = settings or CakeSettings()
         self.settings.check(parts.first.layout.block_tokens)
         self.parts = parts
-        self.pace = Pace()
+        self.pace = SpeedEstimate()
         self._stored_block_bytes = float(parts.value_bytes)
         self._last_late: tuple[int, float] | None = None
-        """Bytes and seconds of a load that computing overtook."""
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake lookup", 1)
         self._lookup_latencies, self._fetch_latencies = Latencies(), Latencies()
@@ -103,12 +96,10 @@ class Cake:
         on_chunks: Callable[[int], object] | None = None,
         on_settled: Callable[[int, str], object] | None = None,
     ) -> CakeLoad:
-        """Look ``tokens`` up and begin to load, each part into its sink. ``budget_tokens``: this prompt's tokens of the
-        first step.
+        """Look ``tokens`` up and begin to load, each part into its sink.
 
-        The load reaches to the end of the last stored block; missing blocks before it are computed. ``limit_tokens``
-        limits the tokens counted as supplied. ``on_chunks`` receives the number of chunks, ``on_settled`` index and
-        origin of each chunk that is in place.
+        ``budget_tokens``: this prompt's tokens of the first step. ``limit_tokens`` limits the tokens counted as
+        supplied. ``on_chunks`` receives the number of chunks, ``on_settled`` index and origin of each chunk in place.
         """
         self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
@@ -175,7 +166,7 @@ class Cake:
             presence = [self.blocks.store.lookup(chain) for chain in hashes]
             return [all(state is Presence.HIT for state in block) for block in zip(*presence, strict=True)]
 
-        call: Call[object] = Call(ask)
+        call: WorkerCall[object] = WorkerCall(ask)
         submitted = not self._lookups.all_hung and self._lookups.submit(call)
         started_s = time.monotonic()
         patience = min(self.settings.deadline_s, patience_s(self._lookup_latencies))
@@ -198,7 +189,6 @@ class Cake:
         return self.pace.prompt_s(tokens, self.settings.step_tokens) or self.blocks.compute.seconds(tokens)
 
     def _fetch_patience_s(self, size_bytes: int, tokens: int) -> float:
-        """Return the timeout of a fetch: the settings' deadline, or less once computing has been measured."""
         computing_s = self._computing_s(tokens) if self.blocks.compute.measured else None
         if computing_s is None:
             return self.settings.patience_s(size_bytes)
@@ -221,7 +211,7 @@ class Cake:
 
 @dataclass(slots=True)
 class CakeLoad:
-    """Load of a prompt. ``session`` is None if the store has no block of it."""
+    """Load of a prompt; ``session`` is None if the store has no block of it."""
 
     cake: Cake
     session: LoadingSession | None
@@ -236,7 +226,6 @@ class CakeLoad:
 
     @property
     def reach_tokens(self) -> int:
-        """Number of leading tokens that are in place when the session is done."""
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
@@ -282,15 +271,11 @@ class CakeLoad:
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
     tiers: tuple[str, ...]
-    """Tier of each block, in the first part."""
     size_bytes: int
-    """Bytes of all parts."""
     retransmitted: int
 
 
 class StoredChunks:
-    """Chunks of a prompt in the store: ``hashes`` by part; the blocks of each part go into its sink."""
-
     def __init__(
         self,
         parts: Sequence[BlockCache],
@@ -309,7 +294,6 @@ class StoredChunks:
         self._failed: Counter[str] = Counter()
 
     def fetch(self, index: int) -> FetchedParts | None:
-        """Lease and load a chunk's blocks; None if any of them fails."""
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
         first = chunk.first_token // tokens
         fetched: list[FetchedBlocks] = []
@@ -354,7 +338,7 @@ class StoredChunks:
         return FetchedBlocks(blocks, hashes, loaded, ticket, tiers, retransmitted)
 
     def place(self, fetched: FetchedParts) -> bool:
-        """Verify, decode and place a fetched chunk; False at its first invalid block."""
+        """Verify, decode and place a chunk; False at its first invalid block."""
         if (sinks := self._sinks) is None:
             return False
         for part, sink in zip(fetched.parts, sinks, strict=True):
@@ -370,7 +354,7 @@ class StoredChunks:
         return True
 
     def give_up(self, index: int) -> None:
-        """Record that the fetch of this chunk timed out; its late failures are not counted again."""
+        """Record a timeout; late failures are not counted again."""
         blocks = self._parts[0][0]
         blocks.tier_failed()
         self._fail(index, "deadline", self._chunks[index].tokens // blocks.layout.block_tokens)
@@ -378,7 +362,7 @@ class StoredChunks:
             self._late.add(index)
 
     def close(self) -> None:
-        """Place nothing from now on: a fetch that hangs must not keep the engine's memory alive."""
+        """Place nothing from now on: a hanging fetch must not keep the engine's memory alive."""
         self._sinks = None
 
     def failures(self) -> dict[str, int]:
@@ -407,7 +391,6 @@ class FetchedParts:
     source: StoredChunks
     index: int
     first: int
-    """Number of its first block in the prompt."""
     parts: list[FetchedBlocks]
 
     def place(self) -> bool:
@@ -418,7 +401,7 @@ class FetchedParts:
 
 
 def _release(parts: Sequence[FetchedBlocks]) -> None:
-    """Release the leases, and delete invalid blocks. Not done while placing, since other threads wait then."""
+    """Release leases and delete invalid blocks; not while placing, since other threads wait then."""
     for part in parts:
         part.values = []
         part.blocks.release(part.ticket)

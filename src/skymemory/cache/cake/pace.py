@@ -1,7 +1,4 @@
-"""Measured speeds of computing and loading, for Cake's scheduler.
-
-Nothing is tuned or profiled in advance: before the first measurement an estimate is None. Old measurements decay.
-"""
+"""Measured speeds of computing and loading: None before the first measurement; old measurements decay."""
 
 from __future__ import annotations
 
@@ -12,13 +9,11 @@ _FULL = 0.75  # of its budget: a step with less measures the minimum cost of a s
 _ASSUMED_LEAST = {None: 0.5, True: 1.0, False: 0.0}
 
 _OPTIMISM = 0.98
-"""Factor per prompt on the estimated time of an unused side. Otherwise a bad measurement would last: a side believed to
-be slow is not used, and a side that is not used is not measured.
-"""
+"""Factor per prompt on an unused side's time. Otherwise a bad measurement would last, as that side is not measured."""
 
 
-class Pace:
-    """Measured speeds, shared by consecutive prompts."""
+class SpeedEstimate:
+    """Speeds shared by consecutive prompts."""
 
     def __init__(self) -> None:
         self._steps = 0.0
@@ -32,10 +27,8 @@ class Pace:
         self._unstepped = self._unloaded = 0  # prompts since a full step, or a load, was measured
 
     def fade(self, samples: float) -> None:
-        """Limit the weight of all measurements to ``samples`` steps and as many loads.
-
-        Called between prompts, so that a changed link or machine shows within a few chunks, and a side that was not
-        used for long is tried again.
+        """Limit the weight of all measurements. Called between prompts, so that a changed link or machine shows within
+        a few chunks.
         """
         self._unstepped += 1
         self._unloaded += 1
@@ -60,9 +53,7 @@ class Pace:
             self._first_bytes, self._first_s = self._first_bytes * share, self._first_s * share
 
     def assume_batch(self, others_fill: bool) -> None:
-        """Set if other requests fill the remainder of a step. The cost of a partial step is assumed accordingly until
-        measured, and measured separately for each case.
-        """
+        """Set if other requests fill the remainder of a step; each case is measured separately."""
         self._others_fill = others_fill
 
     def step_took(self, position: float, seconds: float, filled: float = 1.0) -> None:
@@ -86,9 +77,8 @@ class Pace:
         self._sum_xy += position * full_s
 
     def load_took(self, size_bytes: int, seconds: float, *, from_idle: bool = False) -> None:
-        """Add a load of ``size_bytes`` (0 if it failed) that kept the link busy for ``seconds``.
-
-        ``from_idle``: the link was idle at the request, so its latency is included.
+        """Add a load (0 bytes if it failed) that kept the link busy for ``seconds``; ``from_idle``: with its
+        latency.
         """
         self._fade_loads(_KEPT_LOADS - 1)
         self._unloaded = 0
@@ -102,8 +92,8 @@ class Pace:
         self._loading_s += seconds
 
     def line(self) -> tuple[float, float] | None:
-        """Return seconds of a full step at token 0, and their growth per token of position: least squares, as attention
-        grows linearly. None before the first step.
+        """Return seconds of a full step at token 0, and their growth per token of position (as attention grows
+        linearly).
         """
         line = self._measured_line()
         optimism = _optimism(self._unstepped)
@@ -125,9 +115,8 @@ class Pace:
         return None if line is None else max(line[0] + line[1] * position, 0.0)
 
     def part(self, filled: float) -> float:
-        """Return the cost of a step that fills this share of its budget, as a share of a full step's time.
-
-        It is 1 if other requests fill the batch and ``filled`` if none do; learned from partial steps.
+        """Return the cost of a partial step, as a share of a full step: 1 if other requests fill it, ``filled`` if none
+        do.
         """
         weight, total = self._least.get(self._others_fill, (0.0, 0.0))
         least = total / weight if weight else _ASSUMED_LEAST[self._others_fill]
@@ -135,10 +124,7 @@ class Pace:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the link while busy; None before the first load.
-
-        Loads from an idle link include its latency: they count only while there are no other loads.
-        """
+        """Rate of the busy link. Loads from an idle link include its latency, and count only without others."""
         size_bytes, seconds = self._loaded_bytes, self._loading_s
         if not size_bytes:
             size_bytes, seconds = self._first_bytes, self._first_s + seconds
@@ -153,14 +139,13 @@ class Pace:
 
     @property
     def latency_s(self) -> float:
-        """Extra seconds of a load from an idle link over a queued load; 0 before both were measured."""
+        """Extra seconds of a load from an idle link."""
         rate = self.bytes_per_s
         if not self._first_loads or not self._loaded_bytes or rate is None:
             return 0.0
         return max(self._first_s - self._first_bytes / rate, 0.0) / self._first_loads
 
     def prompt_s(self, tokens: int, step_tokens: int) -> float | None:
-        """Return the seconds to compute ``tokens`` in full steps; None before the first step."""
         line = self._measured_line()
         if line is None:
             return None
@@ -168,5 +153,4 @@ class Pace:
 
 
 def _optimism(prompts: int) -> float:
-    """Return the factor for a time measured ``prompts`` prompts ago; 1 for the last prompt's."""
     return _OPTIMISM ** max(0, prompts - 1)

@@ -1,21 +1,17 @@
 """Cake's algorithm ("Compute or load KV cache? Why not both?", sections 4.2, A and B), as a scheduler without I/O.
 
-The caller reports events (``chunk_computed``, ``chunk_loaded``, ``load_failed``, ``budget_changed``, ``abort``), always
-with ``now_s``, and then asks ``poll`` what to do. Chunks are known by their index in the prompt. The paper's steps:
+The caller reports events, then asks ``poll`` what to do. The paper's steps:
 
 1. Split the prompt into chunks (A.1): ``cut_prompt``.
-2. Two pointers (A.2): ``_compute_ptr``, the first missing chunk, and ``_io_ptr``, the last chunk not requested.
-3. ``push_seq`` (B.2, 2) takes the chunks and lists the fetches, last chunk first, so that buffers can be allocated.
-4. Load backwards from ``_io_ptr`` (A.5): ``_next_fetch``.
-5. Compute forwards from ``_compute_ptr`` (A.4): ``_next_step``. A token can be computed only if all tokens before it
-   are in memory; a loaded chunk may lie anywhere. After each step ``is_resident`` (B.2, 4) shows what was loaded.
+2. Two pointers (A.2): ``_compute_ptr``, the first missing chunk; ``_io_ptr``, the last not requested.
+3. ``push_seq`` (B.2, 2) takes the chunks and lists the fetches, last chunk first.
+4. Load backwards (A.5): ``_next_fetch``.
+5. Compute forwards (A.4): ``_next_step``, as a token needs all tokens before it. ``is_resident`` (B.2, 4) shows what
+   was loaded.
 6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
 
-Extensions of the paper: a step takes as many tokens as its budget, over several chunks if they are small, so chunks can
-be as small as loading requires. A chunk that both sides could take goes to the side expected to have it sooner by the
-measured speeds (``Pace``); before any measurement both sides go on, as in the paper. A late load is waited for at most
-as long as computing takes, so a dead link costs at most the compute time of its chunk. Compute-only and I/O-only are
-the same scheduler with ``loads`` or ``computes`` off; what cannot be loaded is computed in either case.
+Extensions: a step fills its budget over several small chunks; a chunk goes to the side expected to have it sooner
+(``SpeedEstimate``); a late load is waited for at most as long as computing takes.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from enum import Enum
 from itertools import accumulate
 
 from skymemory.cache.blocks import LoaderResult
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.errors import InvalidInput
 
 _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one decision
@@ -34,16 +30,13 @@ _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Consecutive tokens that are computed in one step or loaded together."""
+    """Tokens computed or loaded together."""
 
     first_token: int
     tokens: int
     size_bytes: int = 0
-    """Bytes to load; 0 is allowed."""
     loadable: bool = False
-    """True if all its tokens are in blocks that the store has."""
     resident: bool = False
-    """True if already in memory: neither to compute nor to load."""
 
 
 def cut_prompt(
@@ -54,12 +47,11 @@ def cut_prompt(
     stored_blocks: Sequence[int | None],
     resident_tokens: int = 0,
 ) -> tuple[PromptChunk, ...]:
-    """Return the chunks of a prompt, in order, covering every token once.
+    """Return the chunks, in order, covering every token once.
 
-    ``stored_blocks``: stored bytes of each full block, None for a block that is not stored (the list may be shorter). A
-    chunk ends after ``step_tokens``, at the end of the resident prefix, and between stored and missing blocks, so that
-    a missing block costs no other chunk. Tokens after the last full block are always computed. Raises InvalidInput for
-    sizes that are not positive, or steps that are not whole blocks.
+    ``stored_blocks``: bytes of each full block, None if not stored; may be shorter. A chunk ends after ``step_tokens``,
+    at the end of the resident prefix, and between stored and missing blocks. Raises InvalidInput for sizes that are not
+    positive, or not whole blocks.
     """
     if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
         raise InvalidInput(
@@ -105,7 +97,6 @@ class ComputeStep:
     first_token: int
     tokens: int
     chunks: int = 1
-    """Number of consecutive chunks that it reaches into; it may end within the last."""
 
     @property
     def indices(self) -> range:
@@ -114,36 +105,35 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """Actions of the caller now. At most one step runs at a time; fetches are served in order."""
+    """Actions to take now. At most one step runs at a time; fetches are served in order."""
 
     compute: ComputeStep | None = None
     fetch: tuple[int, ...] = ()
     cancel: tuple[int, ...] = ()
-    """Cancelled fetches; if they still arrive they are ignored."""
     wake_s: float | None = None
-    """Time of the next ``poll`` even without an event."""
+    """Time of the next ``poll`` without an event."""
 
 
 class BidirectionalLoader:
-    """Scheduler of a prompt. ``max_in_flight_bytes`` limits the requested bytes; a single chunk is always allowed."""
+    """Scheduler of a prompt. ``max_in_flight_bytes`` always allows a single chunk."""
 
     def __init__(
         self,
         *,
         max_in_flight_bytes: int,
         budget_tokens: int,
-        pace: Pace | None = None,
+        pace: SpeedEstimate | None = None,
         computes: bool = True,
         loads: bool = True,
         others_fill: bool | None = None,
     ) -> None:
-        """``budget_tokens``: this prompt's tokens of each step. ``others_fill``: True if other requests fill the
-        remainder of a step, which then takes as long as a full step (assumed until measured; None: unknown).
+        """``budget_tokens``: tokens of each step. ``others_fill``: True if other requests fill its remainder (None:
+        unknown).
         """
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
         self._budget_tokens = budget_tokens
-        self._pace = pace or Pace()
+        self._pace = pace or SpeedEstimate()
         if others_fill is not None:
             self._pace.assume_batch(others_fill)
         self._link = FetchQueue(self._pace, max_in_flight_bytes)
@@ -167,7 +157,7 @@ class BidirectionalLoader:
     # --- events ---
 
     def push_seq(self, chunks: Sequence[PromptChunk], now_s: float) -> tuple[tuple[int, int], ...]:
-        """Take the prompt; returns (index, bytes) of the chunks that may be fetched, in order of fetching.
+        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching.
 
         Raises InvalidInput for chunks that do not follow each other, or a second prompt.
         """
@@ -189,7 +179,7 @@ class BidirectionalLoader:
         return tuple((i, chunks[i].size_bytes) for i in reversed(range(len(chunks))) if self._loadable[i])
 
     def chunk_computed(self, now_s: float) -> None:
-        """Record that the current step is done. Raises InvalidInput if there is none."""
+        """Record the end of the step. Raises InvalidInput if there is none."""
         step = self._step
         if step is None:
             raise InvalidInput("no step is under way")
@@ -213,15 +203,13 @@ class BidirectionalLoader:
             index += 1
 
     def step_dropped(self) -> None:
-        """Record that the current step was not computed: its chunk was loaded first, or the engine stops."""
+        """Drop the current step: its chunk was loaded first, or the engine stops."""
         step, self._step = self._step, None
         if step is not None and self._origin[step.index] is not None:
             self._wasted_tokens += self._computed_tokens[step.index]
 
     def chunk_loaded(self, index: int, now_s: float) -> None:
-        """Record that a fetched chunk is placed, complete and verified. Ignored if it was cancelled or already
-        loaded.
-        """
+        """Record that a chunk is placed and verified; ignored if no longer requested."""
         if index not in self._link:
             return
         self._link.on_fetched(index, now_s)
@@ -238,13 +226,13 @@ class BidirectionalLoader:
         self._failed_loads += 1
 
     def budget_changed(self, budget_tokens: int) -> None:
-        """Set this prompt's tokens of each step; 0 pauses computing, not loading."""
+        """Set the tokens of each step; 0 pauses computing, not loading."""
         if budget_tokens < 0:
             raise InvalidInput(f"budget_tokens is {budget_tokens}: negative")
         self._budget_tokens = budget_tokens
 
     def abort(self, now_s: float) -> None:
-        """Cancel the request: the next ``poll`` cancels every fetch and starts nothing."""
+        """Cancel the request: the next ``poll`` cancels every fetch."""
         if self.done:
             return
         self._aborted = True
@@ -262,13 +250,12 @@ class BidirectionalLoader:
         return origin.value if origin else ""
 
     def link_takes_s(self, index: int) -> float | None:
-        """Return the expected seconds that a chunk occupies the link; None before a rate is known."""
         rate = self._pace.bytes_per_s
         return None if rate is None else self._chunks[index].size_bytes / rate
 
     @property
     def done(self) -> bool:
-        """True if every chunk is resident (or the request aborted) and no step is running."""
+        """True if every chunk is resident, or the request aborted, and no step is running."""
         return self._step is None and (self._aborted or self._compute_ptr == len(self._chunks))
 
     def poll(self, now_s: float) -> Actions:
@@ -304,7 +291,6 @@ class BidirectionalLoader:
         )
 
     def _next_fetch(self, now_s: float) -> int | None:
-        """Return the last loadable chunk between the pointers, unless it is expected to be computed sooner."""
         index = self._io_ptr
         while index >= self._compute_ptr and (self._origin[index] is not None or not self._loadable[index]):
             index -= 1
@@ -320,9 +306,7 @@ class BidirectionalLoader:
         return index if compute_s > load_s else None
 
     def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
-        """Return the next step from ``_compute_ptr``; or None and the time to decide again, if loading should be
-        sooner.
-        """
+        """Return the next step; or None and the time to decide again, if loading should be sooner."""
         at = self._compute_ptr
         if at == len(self._chunks) or not self._budget_tokens:
             return None, None
@@ -345,7 +329,6 @@ class BidirectionalLoader:
         return self._step, None
 
     def _goes_along(self, index: int, now_s: float) -> bool:
-        """Return True if a step should continue into chunk ``index``."""
         if self._origin[index] is not None:
             return False
         if not self._loadable[index]:
@@ -385,7 +368,7 @@ class BidirectionalLoader:
 
 
 class PromptWork:
-    """Prefix sums over a prompt's chunks (tokens, positions, bytes): the cost of any run of them in constant time."""
+    """Prefix sums over chunks: the cost of any run in constant time."""
 
     def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
         missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
@@ -401,12 +384,7 @@ class PromptWork:
     def bytes_between(self, first: int, last: int) -> int:
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
-    def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
-        """Return the seconds to compute chunks ``first`` (without its ``computed`` tokens) .. ``last`` in steps of the
-        budget.
-
-        None before a measurement.
-        """
+    def compute_s(self, first: int, computed: int, last: int, pace: SpeedEstimate, budget_tokens: int) -> float | None:
         line = pace.line()
         if line is None:
             return None
@@ -422,9 +400,9 @@ class PromptWork:
 
 
 class FetchQueue:
-    """Requested fetches, served in order, and their expected times; ``max_bytes`` limits all but a single fetch."""
+    """Requested fetches, served in order; ``max_bytes`` always allows a single fetch."""
 
-    def __init__(self, pace: Pace, max_bytes: int) -> None:
+    def __init__(self, pace: SpeedEstimate, max_bytes: int) -> None:
         self._pace = pace
         self._max_bytes = max_bytes
         self._sizes: dict[int, int] = {}
@@ -449,25 +427,22 @@ class FetchQueue:
         self._bytes += size_bytes
 
     def on_fetched(self, index: int, now_s: float) -> None:
-        """Record the success of a fetch and measure the link's rate."""
         from_idle = index == self._from_idle
         self._pace.load_took(self._drop(index), now_s - self._head_since_s, from_idle=from_idle)
         self._head_since_s = now_s
 
     def failed(self, index: int, now_s: float) -> int:
-        """Record the failure of a fetch; returns its bytes. The link's time counts as spent."""
         if index == self._head():
             self._pace.load_took(0, now_s - self._head_since_s)
         return self.cancel(index, now_s)
 
     def cancel(self, index: int, now_s: float) -> int:
-        """Cancel the fetch; returns its bytes."""
         if index == self._head():
             self._head_since_s = now_s  # else the oldest stays as late as before
         return self._drop(index)
 
     def head_s(self, now_s: float) -> float:
-        """Return the seconds until the oldest fetch is expected; negative if it is late; 0 on an idle link."""
+        """Return the seconds until the oldest fetch is expected; negative if late."""
         rate = self._pace.bytes_per_s
         if rate is None or not self._sizes:
             return 0.0
@@ -475,10 +450,8 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Return the seconds until all requested bytes and ``more_bytes`` requested now are loaded; None if no rate is
-        known.
-
-        A late fetch is expected to take as long again.
+        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch is expected to take as long
+        again.
         """
         rate = self._pace.bytes_per_s
         if rate is None:
@@ -487,7 +460,6 @@ class FetchQueue:
         return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
-        """Return the seconds until a requested fetch, and all before it, are loaded; None if no rate is known."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None

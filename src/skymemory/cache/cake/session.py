@@ -1,12 +1,10 @@
 """Threads of Cake's scheduler: the engine's thread takes steps, worker threads fetch and place chunks.
 
-All calls to the scheduler (``cache.cake.scheduler``) are made under one lock. A chunk's place in the engine's memory is
-written by one side at a time: its load waits for the end of a step that computes it; a step waits while one of its
-chunks is being placed, and is dropped if that chunk is then in place. A fetch that times out is given up: its chunk is
-computed, its thread is unavailable until the fetch returns, and the late result is dropped.
+The scheduler is called under one lock. A chunk's memory is written by one side at a time: its load waits for the end of
+its step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. The chunk of a
+fetch that times out is computed.
 
-A fetch in a worker (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write the
-chunk there, report it to the scheduler, release it.
+A fetch (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write, report, release.
 """
 
 from __future__ import annotations
@@ -21,26 +19,24 @@ from typing import Protocol
 
 from skymemory.cache.blocks import LoaderResult
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 
 
 class FetchedChunk(Protocol):
-    """Loaded chunk that is not in place yet."""
-
     def place(self) -> bool:
-        """Verify, decode and place the chunk; False if it is invalid. Must not call the tier: other threads wait."""
+        """Verify, decode and place the chunk; False if invalid. Must not call the tier: other threads wait."""
 
     def release(self) -> None: ...
 
 
 class ChunkSource(Protocol):
-    """Source of a session's chunks; called from several threads."""
+    """Source of chunks; called from several threads."""
 
     def fetch(self, index: int) -> FetchedChunk | None:
         """Load a chunk; None if any of it fails. Raises nothing that a broken tier raises."""
 
     def give_up(self, index: int) -> None:
-        """Record that the fetch of this chunk timed out. Must not call the tier."""
+        """Record that this fetch timed out. Must not call the tier."""
 
     def close(self) -> None:
         """Place nothing from now on."""
@@ -50,26 +46,24 @@ _LEAD_PART = 0.1
 _LEAD_S = 0.02
 
 
-class Fetch:
-    """Fetch that calls ``work`` from ``starts_s`` on and is given up at ``due_s``."""
+class TimedFetch:
+    """Fetch that starts at ``starts_s`` and is given up at ``due_s``."""
 
-    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
+    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[TimedFetch], object]) -> None:
         """``from_s``: time at which it began, or begins at the latest."""
         self.index, self.starts_s, self.from_s = index, starts_s, from_s
         self.due_s = math.inf
-        self.call: Call[object] = Call(lambda: work(self))
+        self.call: WorkerCall[object] = WorkerCall(lambda: work(self))
 
     def set_timeout(self, seconds: float) -> None:
         self.due_s = self.from_s + seconds
 
 
-def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
-    """Return the start time of the fetch after ``ahead``, which is expected to occupy the link for ``takes_s`` (None:
-    unknown).
+def starts_after(ahead: TimedFetch, takes_s: float | None, now_s: float) -> float:
+    """Return the start time of the fetch after ``ahead``, which occupies the link for ``takes_s`` (None: unknown).
 
-    It starts shortly before the fetch ahead ends, or the link would be idle in between. It does not start at once, or
-    each would get half of the link, and the first, which is needed sooner, would arrive as late as the second. So the
-    first is late by at most a twentieth of its time, or 10 ms.
+    Shortly before that fetch ends: earlier, each would get half of the link; later, the link would be idle. The first,
+    which is needed sooner, is late by at most a twentieth of its time, or 10 ms.
     """
     if takes_s is None:
         return math.inf
@@ -77,10 +71,10 @@ def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
 
 
 class LoadingSession:
-    """Session that drives ``loader`` over ``chunks``; ``clock`` returns seconds.
+    """Session that drives ``loader``.
 
     ``on_settled`` receives index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a
-    fetch that computing overtook. ``patience_s`` returns the timeout of a fetch by its bytes.
+    fetch that computing overtook.
     """
 
     def __init__(
@@ -108,14 +102,13 @@ class LoadingSession:
         self._stepping = range(0)  # chunks that the engine is computing
         self._wanted: set[int] = set()  # chunks whose load the scheduler waits for
         self._asked: deque[int] = deque()  # chunks to fetch, in order
-        self._fetches: list[Fetch] = []  # at most two
+        self._fetches: list[TimedFetch] = []  # at most two
         self._abandoned = False  # a fetch timed out before a thread began it
         self._placing: set[int] = set()
         self._notifying = 0
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
-        """Seconds spent in the scheduler, over all threads."""
         self.turns = 0
         loader.push_seq(chunks, clock())
         with self._changed:
@@ -123,7 +116,7 @@ class LoadingSession:
 
     @property
     def done(self) -> bool:
-        """True if all chunks are in place and reported; False after an exception, which ``next_step`` raises."""
+        """True if all chunks are in place and reported; False after an exception."""
         with self._changed:
             return self._loader.done and not self._notifying and self._error is None
 
@@ -142,9 +135,8 @@ class LoadingSession:
     # --- engine thread ---
 
     def next_step(self, timeout_s: float | None = None) -> ComputeStep | None:
-        """Return the next step to compute; then call ``step_done``. None: all is in place, or ``timeout_s`` is over.
-
-        Raises what a worker raised.
+        """Return the next step; then call ``step_done``. None: all is in place, or the timeout is over. Raises what a
+        worker raised.
         """
         ends_s = None if timeout_s is None else self._clock() + timeout_s
         with self._changed:
@@ -185,7 +177,7 @@ class LoadingSession:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Abort what is not done. When this returns, no thread writes into the engine's memory any more."""
+        """Abort what is not done. On return no thread writes into the engine's memory."""
         with self._changed:
             if self._stepping or self._ready is not None:
                 self._stepping, self._ready = range(0), None
@@ -205,8 +197,7 @@ class LoadingSession:
 
     # --- worker threads ---
 
-    def _work(self, fetch: Fetch, source: ChunkSource) -> None:
-        """Fetch a chunk and place it; the next fetch starts in between."""
+    def _work(self, fetch: TimedFetch, source: ChunkSource) -> None:
         index = fetch.index
         fetched: FetchedChunk | None = None
         self._await_turn(fetch)
@@ -243,7 +234,7 @@ class LoadingSession:
             if fetched is not None:
                 fetched.release()
 
-    def _await_turn(self, fetch: Fetch) -> None:
+    def _await_turn(self, fetch: TimedFetch) -> None:
         with self._changed:
             while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
                 left_s = fetch.starts_s - self._clock()
@@ -261,7 +252,6 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, placed: bool) -> bool:
-        """Report to the scheduler if it still waits for the chunk; returns True if the load placed it."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)
@@ -304,8 +294,7 @@ class LoadingSession:
             if self._fetch_next():
                 return
 
-    def _give_up(self, fetch: Fetch) -> None:
-        """Give up a fetch that timed out: its chunk is computed, and other threads may fetch other chunks."""
+    def _give_up(self, fetch: TimedFetch) -> None:
         fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)
@@ -322,7 +311,7 @@ class LoadingSession:
                 self._source.give_up(fetch.index)
 
     def _fetch_next(self) -> bool:
-        """Start the first requested fetch, up to two at a time. False: no thread is available; all requests failed."""
+        """Start up to two fetches. False: no thread is available; all requests failed."""
         while True:
             while self._asked and self._asked[0] not in self._wanted:
                 self._asked.popleft()
@@ -338,12 +327,12 @@ class LoadingSession:
         self._asked.clear()
         return False
 
-    def _fetch_of(self, index: int, source: ChunkSource) -> Fetch:
+    def _fetch_of(self, index: int, source: ChunkSource) -> TimedFetch:
         starts_s = from_s = self._clock()
         for ahead in self._fetches:
             starts_s = starts_after(ahead, self._loader.link_takes_s(ahead.index), self._clock())
             from_s = max(from_s, ahead.due_s)
-        fetch = Fetch(index, starts_s, from_s, lambda fetch: self._work(fetch, source))
+        fetch = TimedFetch(index, starts_s, from_s, lambda fetch: self._work(fetch, source))
         fetch.set_timeout(self._patience_s(self._sizes[index]))
         return fetch
 

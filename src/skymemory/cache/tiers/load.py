@@ -1,8 +1,6 @@
-"""Load over all tiers: leased from the nearest tiers that hold the keys, loaded concurrently, retried in farther tiers.
+"""Load over all tiers: leased from the nearest that hold the keys, loaded concurrently, retried in farther tiers.
 
-``TieredLoad`` asks tier after tier for leases (``TierLoad.lease``), runs the loads (a key that fails for any reason is
-tried again in farther tiers), and reports a reason for every key that was not loaded: "deadline" for a tier that hangs,
-"unreachable" for a tier that failed or was skipped, "corrupt", "absent" …
+Miss reasons: "deadline" of a tier that hangs, "unreachable" of a tier that failed or was skipped, "corrupt", "absent" …
 """
 
 from __future__ import annotations
@@ -16,21 +14,20 @@ from functools import partial
 from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
-from skymemory.cache.tiers.workers import Call
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.errors import InvalidInput
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
 OUTBOUND = "outbound"
-"""Tier name reported for values that were moving between tiers."""
+"""Tier name reported for values moving between tiers."""
 _NO_TIER = -1
 
 _Held = tuple[list[bytes], LoadTicket | None]
 Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
-"""Loaded values, and a report on every requested key."""
 
 
 class TieredLoad:
-    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: of the keys before the lookup."""
+    """Leases on ``keys`` in the nearest tiers that hold them."""
 
     def __init__(
         self, keys: Sequence[bytes], tiers: Sequence[Tier], outbound: Outbound, versions: dict[bytes, int]
@@ -40,11 +37,10 @@ class TieredLoad:
         self._outbound = outbound
         self.versions = versions
         self.sources: dict[bytes, int] = {}
-        """Number of the tier that supplied each value; -1 if it was moving between tiers."""
+        """Tier number of each value; -1 if it was moving."""
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
         self._tier_skipped = False
-        """True if a tier was not asked: keys that were not found may be there."""
         remaining = list(dict.fromkeys(keys))
         for tier in tiers:
             if tier.number == 1:
@@ -82,7 +78,7 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Return the miss reason of keys that no tier holds. Only a load shows that some tiers do not answer."""
+        """Return why no tier holds the keys; only a load shows that a tier does not answer."""
         if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -103,7 +99,7 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Run ``loads`` concurrently; loads that run in this thread start last."""
+        """Run concurrently; loads in this thread start last."""
         ordered = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
         for load in ordered:
             load.start(budget, until_s)
@@ -140,7 +136,6 @@ def _miss_reason(tier: Tier, key: bytes) -> str:
 
 
 def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
-    """Complete a load in the tier's thread; a load that fails keeps no lease."""
     try:
         return store.complete_load(ticket)
     except BaseException:
@@ -150,15 +145,14 @@ def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
 
 
 class TierLoad:
-    """Share of a load at one tier: ``keys``, leased by ``lease``; then ``start``, ``end`` and ``release``."""
+    """Share of a load at one tier."""
 
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
         self.keys = keys
         self._ticket: LoadTicket | None = ticket
-        self._call: Call[list[memoryview | None]] | None = None
+        self._call: WorkerCall[list[memoryview | None]] | None = None
         self._values: list[memoryview | None] | None = None
-        """Values of a load that was completed at once."""
         self._until_s = 0.0
         self._budget: InFlightBudget | None = None
         self._reserved_bytes: list[int] = []
@@ -191,8 +185,8 @@ class TierLoad:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget). The load ends
-        by ``until_s``, or earlier by the tier's own deadline.
+        """Begin once ``budget`` admits the expected bytes (a local tier needs none); ends by ``until_s`` or the tier's
+        deadline.
         """
         ticket, store = self._ticket, self.tier.store
         if ticket is None or not self.tier.usable(self.keys):
@@ -223,14 +217,13 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Return the reserved bytes once: by the caller or the tier's thread, whichever is first."""
         with suppress(IndexError):
             size_bytes = self._reserved_bytes.pop()
             if self._budget is not None:
                 self._budget.give_back(size_bytes)
 
     def end(self) -> Loaded:
-        """Return the values that arrived in time, verified, and a report on every key."""
+        """Return the verified values that arrived in time, and a report on every key."""
         ticket, tier = self._ticket, self.tier
         if ticket is not None and self._values is not None:
             return self._verified(self._values, ticket.report.keys if ticket.report is not None else ())
@@ -262,7 +255,7 @@ class TierLoad:
         return self._verified(values, reports if len(reports) == len(self.keys) else ())
 
     def _verified(self, values: list[memoryview | None], tier_reports: Sequence[KeyReport]) -> Loaded:
-        """Verify the values: regardless of the tier's report, a value counts only if it belongs to this key."""
+        """Count a value only if it belongs to its key."""
         tier, verify = self.tier, self.tier.settings.verify
         good: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
@@ -289,7 +282,7 @@ class TierLoad:
         return good, reports
 
     def release(self) -> None:
-        """Release the lease and the values' views. May be called again."""
+        """Release the lease and the values' views; idempotent."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.tier.release(ticket)
@@ -300,7 +293,7 @@ def _size_bytes(values: list[memoryview | None]) -> int:
 
 
 class InFlightBudget:
-    """Limit of the bytes being loaded from slow tiers, over all threads. A load above ``limit_bytes`` runs alone."""
+    """Limit of the bytes being loaded from slow tiers, over all threads. A larger load runs alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes <= 0:
@@ -311,7 +304,7 @@ class InFlightBudget:
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Reserve bytes, waiting up to ``timeout_s``; False if there was no room. Reserved bytes must be given back."""
+        """Reserve bytes, waiting up to ``timeout_s``; False without room."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._fits(size_bytes), max(0.0, timeout_s)):
                 return False

@@ -1,8 +1,4 @@
-"""Background thread of a hierarchy: write-back, demotion, promotion into a slow nearest tier, and repairs.
-
-In each turn it probes every tier with an open breaker, deletes copies of dirty keys and stores some of the tier's
-backlog. Then it copies a batch of the outbound queue.
-"""
+"""Background thread of a hierarchy: probes, deletions of dirty keys, backlogs, and copies from the outbound queue."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ class TierMover:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End after the current turn; waits for it up to ``timeout_s``."""
         self._stopping.set()
         self._outbound.wake()
         self._thread.join(timeout_s)
@@ -53,7 +48,6 @@ class TierMover:
                 self._stopping.wait(wait_s)
 
     def move_batch(self) -> bool:
-        """Copy a batch; returns True if any of it is done."""
         batch = self._outbound.next_batch(_BATCH_BYTES)
         with self._locks.try_lock([moving.key for moving in batch]) as locked:
             mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in locked]
@@ -63,7 +57,7 @@ class TierMover:
         return bool(done)
 
     def _write_back(self, movings: list[Moving]) -> list[Moving]:
-        """Store the values in all of their tiers. Returns as done the values that a tier took or all refused."""
+        """Store values in all their tiers; returns those that a tier took or all refused."""
         if not movings:
             return []
         keys = [moving.key for moving in movings]
@@ -89,7 +83,7 @@ class TierMover:
         return [moving for moving in movings if moving.key in written or moving.key in refused]
 
     def _copy(self, movings: list[Moving]) -> list[Moving]:
-        """Store values in tiers that lack them (promotion, demotion). All are done: losing a copy loses no data."""
+        """Store values in tiers that lack them. All are done: losing a copy loses no data."""
         for number in movings[0].to if movings else ():
             tier = self._tiers[number]
             keys = [moving.key for moving in movings]
@@ -104,9 +98,7 @@ class TierMover:
         return movings
 
     def _store_backlog(self, tier: Tier) -> None:
-        """Store some of the blocks that ``tier`` missed, read from the other tiers. Blocks that it neither took nor
-        refused go to the end of its backlog.
-        """
+        """Store blocks that ``tier`` missed, from other tiers. Blocks neither taken nor refused stay in its backlog."""
         backlog = tier.backlog.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
         with self._locks.try_lock(backlog) as locked:
             keys = [key for key in backlog if key in locked]
@@ -123,9 +115,7 @@ class TierMover:
             tier.backlog_retry.finished(not unstored or any(done), tier.clock())
 
     def _copies(self, keys: Sequence[bytes], lacking: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
-        """Return values of ``keys`` from the outbound queue or the nearest other tier, and the keys of which a tier
-        that does not answer may have a copy.
-        """
+        """Return values from the queue or other tiers, and the keys that a silent tier may have."""
         values = {key: moving.value for key, moving in self._outbound.get(keys).items()}
         unanswered = False
         for tier in self._tiers:

@@ -1,7 +1,7 @@
-"""Queue of values moving between tiers, in memory, within a byte budget; readable while queued.
+"""Queue in memory of values moving between tiers, within a byte budget.
 
-``dirty`` values (write-back) are acknowledged to a writer but not yet in their tiers: they are never dropped. Evicted
-values, and values to be promoted, are dropped if there is too little room.
+``dirty`` values (write-back) are acknowledged but not yet in their tiers: never dropped. Others are dropped for lack of
+room.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Outbound:
         self._woken = False
         self.used_bytes = 0
         self.dropped = 0
-        """Number of values dropped for lack of room; never dirty values."""
 
     def add(self, moving: Moving) -> bool:
         """Queue the value; False without room. A dirty value queued under its key is newer and stays."""
@@ -64,14 +63,12 @@ class Outbound:
             return self._remove(keys)
 
     def done(self, movings: Iterable[Moving]) -> None:
-        """Remove values that were copied, or cannot be; a newer value under the same key stays."""
+        """Remove values; a newer value of the same key stays."""
         with self._changed:
             self._remove([m.key for m in movings if self._movings.get(m.key) is m])
 
     def next_batch(self, size_bytes: int) -> list[Moving]:
-        """Return the oldest values of one destination, up to ``size_bytes`` but at least one value; they stay
-        queued.
-        """
+        """Return the oldest values of one destination, up to ``size_bytes`` but at least one; they stay queued."""
         with self._changed:
             chosen: list[Moving] = []
             for moving in self._movings.values():
@@ -101,7 +98,6 @@ class Outbound:
         return len(self._movings)
 
     def wait_filled(self, timeout_s: float) -> bool:
-        """Wait until a value is queued, ``wake`` or the timeout; returns True if a value is queued."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._movings) or self._woken, timeout_s)
             self._woken = False
@@ -112,7 +108,6 @@ class Outbound:
             return self._changed.wait_for(lambda: not self._movings, timeout_s)
 
     def wake(self) -> None:
-        """End a ``wait_filled``: the mover has other work."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

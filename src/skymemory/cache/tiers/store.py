@@ -1,8 +1,7 @@
 """Hierarchy of stores with the contract of a single store: the nearest tier that holds a key supplies it.
 
-Every tier has its own threads, deadlines and circuit breaker (``tier``): a tier that hangs or fails costs only misses.
-A key that a put or a delete did not reach in a tier is ignored there until the tier has deleted its copy
-(``tier.DirtyKeys``). A background thread (``mover``) does write-back, demotion and repairs.
+A tier that fails costs only misses (``tier``). A key that a put or delete did not reach is ignored there until deleted
+(``tier.DirtyKeys``). ``mover`` does write-back, demotion and repairs in a thread.
 """
 
 from __future__ import annotations
@@ -50,19 +49,18 @@ PROMOTIONS = ("always", "second hit", "never")
 @dataclass(frozen=True, slots=True)
 class HierarchySettings:
     promote: str = "always"
-    """Promotion of a value that a farther tier supplied to the nearest: "always", on its "second hit", "never"."""
+    """Promotion of a farther tier's values to the nearest."""
     demote: bool = True
-    """True to offer a tier's evicted values to the next tier (for tiers with ``store.base.Evicting``)."""
+    """True to offer evicted values to the next tier (``store.base.Evicting``)."""
     write_back: bool = False
-    """False: a put waits for all tiers. True: for the nearest; the other tiers get it later, from memory."""
+    """False: a put waits for all tiers. True: for the nearest; the others get it later, from memory."""
     load_deadline_s: float = 10.0
-    """Time after which a load is a miss."""
     close_deadline_s: float = 10.0
-    """Time that ``close`` waits for write-back. What is then unwritten is counted as lost."""
+    """Time for write-back; the remainder counts as lost."""
     outbound_bytes: int = 256 << 20
-    """Limit of the values moving between tiers. While it is reached a put waits for all tiers."""
+    """Limit of moving values. At the limit a put waits for all tiers."""
     in_flight_bytes: int = 256 << 20
-    """Limit of the expected bytes being loaded from tiers that are not local, over all threads."""
+    """Limit of the expected bytes being loaded from remote tiers, over all threads."""
 
     def __post_init__(self) -> None:
         if self.promote not in PROMOTIONS:
@@ -72,7 +70,7 @@ class HierarchySettings:
 
 
 class TieredStore(TwoPhase):
-    """Store of ``tiers``, the nearest first, each with its settings. They are closed with it."""
+    """Store of ``tiers``, the nearest first, which it closes."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class TieredStore(TwoPhase):
         return all(tier.store.leases and tier.settings.local for tier in self.tiers)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the prefix: first each tier's own, as that is cheap; then the next keys, from all tiers together."""
+        """Return the prefix: each tier's own first, as that is cheap; then all tiers together."""
         keys = self._check(keys)
         reached = [0] * len(self.tiers)
         for tier in self.tiers:
@@ -167,7 +165,6 @@ class TieredStore(TwoPhase):
         return next((at for at in range(count, len(keys)) if keys[at] not in held_keys), len(keys))
 
     def _find_held_keys(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
-        """Return the ``keys`` that are in any of ``tiers`` (default: all), or moving between tiers."""
         held_keys = set(self._outbound.get(keys))
         for tier in self.tiers if tiers is None else tiers:
             remaining = [key for key in keys if key not in held_keys]
@@ -203,7 +200,6 @@ class TieredStore(TwoPhase):
         return views
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
-        """Copy what farther tiers supplied to the nearest, unless the key was changed since the lease."""
         top, policy = self.tiers[0], self.settings.promote
         far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
         if policy == "second hit":
@@ -273,7 +269,7 @@ class TieredStore(TwoPhase):
         return [any(by_tier) for by_tier in zip(*pinned, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete keys. None if a tier has not confirmed: its copy is not read, and is deleted once the tier answers."""
+        """Delete keys. None if a tier has not confirmed: its copy is not read, and deleted later."""
         keys = self._check(keys)
         with self._locks.exclusive(keys):
             deleted = [tier.delete(keys) for tier in self.tiers]
@@ -290,7 +286,7 @@ class TieredStore(TwoPhase):
         return [any(by_tier) for by_tier in zip(*near, strict=True)]
 
     def names(self) -> list[NamedValue]:
-        """Return the names in any tier (``named.Listing``). Waits as long as the tiers take.
+        """Return the names in any tier (``named.Listing``), without a deadline.
 
         Raises:
             InvalidInput: a tier cannot list its names.
@@ -312,9 +308,7 @@ class TieredStore(TwoPhase):
         return [yes and key not in tier.dirty_keys for key, yes in zip(keys, answers, strict=True)]
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate the load time: the sum over the nearest tiers that hold the keys (an upper bound: tiers load
-        concurrently); infinite if a key is in none.
-        """
+        """Estimate the sum over tiers (they load concurrently: an upper bound); infinite if a key is in none."""
         remaining = list(dict.fromkeys(self._check(keys)))
         total_s = 0.0
         for tier in self.tiers:
@@ -352,7 +346,7 @@ class TieredStore(TwoPhase):
         return figures
 
     def close(self) -> None:
-        """Write back for up to ``close_deadline_s``; what then remains is counted as lost."""
+        """Write back for up to ``close_deadline_s``; the remainder counts as lost."""
         if self._owner.elsewhere:  # its threads run in the parent process
             return
         with self._lock:

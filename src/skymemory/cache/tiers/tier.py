@@ -2,20 +2,18 @@
 
 The life of a call:
 
-1. ``usable``: a tier whose breaker is open, or that has not answered a call that was given up, is skipped.
-2. ``start`` passes the call to a thread of the tier (a local tier runs it in the caller's thread).
-3. ``result_by`` waits for ``deadline_s``: the deadline of the settings, or less if the caller could compute the
-   blocks sooner (``cache.patience``).
+1. ``usable``: a tier with an open breaker, or an unanswered given-up call, is skipped.
+2. ``start`` passes the call to a thread of the tier.
+3. ``result_by`` waits for ``deadline_s``: that of the settings, or less if computing is sooner (``cache.patience``).
    - In time: the result; its latency is recorded.
-   - An error of the store (``TIER_FAILURES``), or an invalid answer: None, a miss; the breaker counts it. Failures of
-     loads count as consecutive even if lookups between them are answered. Failures of stores do not: what cannot be
-     written may be read.
-   - Too late: None, a miss; the call is given up (``Call.give_up``). Until its answer arrives the tier is skipped, so a
-     tier that hangs is waited for once. A late answer is released; its latency is recorded, so that a slow but sound
-     tier is waited for longer from then on. Without an answer by the deadline of the settings the breaker opens.
-4. While the breaker is open a background probe checks if the tier answers again.
+   - A failure (``TIER_FAILURES``) or an invalid answer: None; the breaker counts it. Failures of loads are consecutive
+     despite answered lookups; those of stores are not: what cannot be written may be read.
+   - Too late: None; the call is given up, and the tier skipped until the answer, so it is waited for once. A late
+     answer's latency is recorded: a slow tier is then waited for longer. Without an answer by the deadline of the
+     settings the breaker opens.
+4. A background probe checks a tier with an open breaker.
 
-Programming errors (TypeError, …) are raised to the caller.
+Programming errors (TypeError, …) are raised.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Literal, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.patience import Latencies, patience_s
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
@@ -41,9 +39,9 @@ _log = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 30.0
 _DIRTY_KEYS_LIMIT = 1 << 18
-"""Limit of dirty keys, about 30 MB."""
+"""Limit of about 30 MB."""
 _BACKLOG_LIMIT = 1 << 16
-"""Limit of the backlog, about 15 MB of keys; with blocks of 3 MB, 190 GB stored while a tier was down."""
+"""Limit of about 15 MB of keys, or 190 GB of 3 MB blocks."""
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
@@ -51,8 +49,6 @@ Kind = Literal["ask", "load", "store"]
 
 @dataclass(slots=True)
 class RetryTimer:
-    """Exponential back-off of background work at a tier; no wait after a success."""
-
     _wait_s: float = 0.0
     _at_s: float = -math.inf
 
@@ -66,27 +62,25 @@ class RetryTimer:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Settings of calls to a tier. Deadlines are upper bounds: a prompt that is computed sooner waits less."""
+    """Settings of calls to a tier; deadlines are upper bounds."""
 
     local: bool = False
-    """True to call it in the caller's thread, without a deadline: for a tier in this process's memory."""
+    """True to call it in the caller's thread, without a deadline."""
     ask_deadline_s: float = 0.5
     """Deadline of lookups, leases, pins and deletions."""
     load_deadline_s: float = 5.0
     store_deadline_s: float = 10.0
     threads: int = 2
-    """Concurrent calls to this tier. A call that was given up occupies its thread until it ends."""
+    """Number of threads. A given-up call occupies its thread until it ends."""
     verify: Callable[[bytes, memoryview], bool] | None = None
-    """Check that bytes are a value of a key (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted, and
-    loaded from the next tier; without this check it might be promoted before it is decoded.
+    """Check of a value (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted; unchecked it might be
+    promoted.
     """
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
 class Tier:
-    """Wrapper of ``store`` as tier ``number`` (0 is the nearest) of the hierarchy that owns ``locks`` and
-    ``counters``.
-    """
+    """Wrapper of ``store`` as tier ``number`` (0 is the nearest)."""
 
     def __init__(
         self,
@@ -108,7 +102,7 @@ class Tier:
         self.counters = counters
         self.breaker = CircuitBreaker(settings.breaker)
         self.mean_value_bytes = 1e6
-        """Moving average over the loaded values: the expected size of the next values."""
+        """Moving average over the loaded values."""
         self.at_once = store if isinstance(store, AtOnce) and not settings.local else None
         self._locks = locks
         self._workers = TierWorkers(store.name, settings.threads)
@@ -116,14 +110,14 @@ class Tier:
         self._logged_closed = True
         self._probe_key: bytes | None = None
         self._delete_retry = RetryTimer()
-        self._overdue: dict[Call[object], float] = {}
-        """Unanswered calls that were given up, with the time at which the tier counts as hanging."""
+        self._overdue: dict[WorkerCall[object], float] = {}
+        """Given-up calls, with the time at which each counts as hanging."""
         self._latencies: dict[Kind, Latencies] = {"ask": Latencies(), "load": Latencies(), "store": Latencies()}
 
     # --- calls ---
 
     def usable(self, keys: Sequence[bytes]) -> bool:
-        """Return True if it may be called (about ``keys``). While it may not, it is probed in the background."""
+        """Return True if it may be called; otherwise it is probed in the background."""
         if keys and self._probe_key is None:
             self._probe_key = keys[0]
         if self._overdue:
@@ -140,7 +134,6 @@ class Tier:
         return self.breaker.closed and not self._overdue
 
     def deadline_s(self, kind: Kind, size_bytes: int = 0) -> float:
-        """Return how long the calling thread waits for a call of this kind that moves ``size_bytes``."""
         return min(self._longest_s(kind), patience_s(self._latencies[kind], size_bytes))
 
     def _longest_s(self, kind: Kind) -> float:
@@ -148,11 +141,9 @@ class Tier:
             return self.settings.ask_deadline_s
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
-    def start(self, work: Callable[[], Result]) -> Call[Result] | None:
-        """Pass ``work`` to a thread of the tier; a local tier runs it in this thread. None: too many calls wait for a
-        thread, which counts as a failure.
-        """
-        call = Call(work)
+    def start(self, work: Callable[[], Result]) -> WorkerCall[Result] | None:
+        """Pass ``work`` to a thread, or run it if local. None: too many calls wait, which counts as a failure."""
+        call = WorkerCall(work)
         call.started_s = self.clock()
         if self.settings.local:
             call.run()
@@ -163,7 +154,7 @@ class Tier:
 
     def result_by(
         self,
-        call: Call[Result] | None,
+        call: WorkerCall[Result] | None,
         until_s: float,
         on_late: Callable[[Result | None], object] = lambda result: None,
         *,
@@ -177,11 +168,10 @@ class Tier:
     ) -> Result | None:
         """Return the result of ``call``, if it arrives by ``until_s`` and without failure; else None.
 
-        ``on_late``: receives the result of a call that was given up, to release what it holds. ``sound``: checks that a
-        result is an answer of the tier at all. ``changes``: the keys that the call writes or deletes, now or when it
-        ends late. ``overwrites``: the subset whose copies are dirty once the call is given up, until it ends late with
-        a result that ``stored`` them. ``moved``: bytes that a result has moved. ``held``: keys that the tier reported
-        to have.
+        ``on_late`` releases what a late result holds. ``sound`` checks that a result is an answer at all. ``changes``:
+        keys that the call writes or deletes, even late. ``overwrites``: those that are dirty from the deadline on,
+        until a late result has ``stored`` them. ``moved``: bytes of a result. ``held``: keys that the tier reported to
+        have.
         """
         if call is None:
             return None
@@ -242,16 +232,14 @@ class Tier:
         *,
         changes: Sequence[bytes] = (),
     ) -> Result | None:
-        """Call ``start`` and ``result_by``, within the deadline of the kind "ask"."""
+        """Call ``start`` and ``result_by``, within the deadline of "ask"."""
         until_s = self.clock() + self.deadline_s("ask")
         return self.result_by(self.start(work), until_s, on_late, changes=changes)
 
     def ask_index(
         self, work: Callable[[], Result], on_late: Callable[[Result | None], object] = lambda result: None
     ) -> Result | None:
-        """Call ``ask`` for work that only reads the store's index: in this thread, if the store can
-        (``base.AtOnce``).
-        """
+        """Call ``ask``, or ``work`` in this thread if the store can (``base.AtOnce``)."""
         if self.at_once is not None:
             with self.at_once.at_once() as free:
                 if free:
@@ -291,9 +279,7 @@ class Tier:
     # --- probes ---
 
     def _probe_with(self, held: Sequence[bytes]) -> None:
-        """Probe with a key of the load that failed: the tier's index may still answer for other keys from memory, while
-        loads of its values hang.
-        """
+        """Probe with a key of the failed load: the index may still answer for other keys while loads hang."""
         if held:
             self._probe_key = held[0]
 
@@ -303,11 +289,11 @@ class Tier:
             is_due = key is not None and self.breaker.probe_due(self.clock())
         if is_due and key is not None:
             self.counters.add("tier_probes_total", label=self.name)
-            if not self._workers.submit(Call(lambda: self._probe(key))):
+            if not self._workers.submit(WorkerCall(lambda: self._probe(key))):
                 self._probed(False)
 
     def _probe(self, key: bytes) -> None:
-        """Look up and load a key, and ignore the results: "absent" is an answer, too."""
+        """Look up and load a key; "absent" is an answer, too."""
         started_s = self.clock()
         try:
             self.store.lookup([key])
@@ -339,7 +325,7 @@ class Tier:
     # --- contents ---
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Return the store's answer; dirty keys are missing, and all keys while it does not answer."""
+        """Return the store's answer; dirty keys are missing."""
         missing = [Presence.MISS] * len(keys)
         if not keys or not self.usable(keys):
             return missing
@@ -364,9 +350,7 @@ class Tier:
         return min(max(length or 0, 0), trusted)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete keys. None for a key whose deletion is unconfirmed, or that a late put may restore: it is then
-        dirty.
-        """
+        """Delete keys. None if unconfirmed, or if a late put may restore the key: it is then dirty."""
         deleted = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
         if deleted is None or len(deleted) != len(keys):
             self.dirty_keys.add(keys, deleted=True)
@@ -380,8 +364,8 @@ class Tier:
         return [None if key in unknown else is_deleted for key, is_deleted in zip(keys, deleted, strict=True)]
 
     def delete_dirty(self) -> bool:
-        """Delete copies of dirty keys; returns True if more can be deleted at once. Failures are retried with back-off.
-        Values of a later release stay, unless a caller's deletion of them is pending.
+        """Delete copies of dirty keys, with back-off; returns True if more are due. Values of a later release stay,
+        unless a caller deleted them.
         """
         if not self._delete_retry.is_due(self.clock()):
             return False
@@ -425,11 +409,9 @@ class DirtyKeys:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._keys: dict[bytes, int] = {}
-        """Value of ``_count`` when each key was last added."""
         self._count = 0
         self._delete_pending: set[bytes] = set()
         self._in_flight: dict[bytes, int] = {}
-        """Number of given-up calls about each key, dirty or not, that have not ended."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -447,7 +429,7 @@ class DirtyKeys:
         return key in self._keys or key in self._in_flight
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """Mark keys as dirty; ``deleted``: a caller's deletion is pending. Returns a mark for ``clear_since``."""
+        """Mark keys as dirty; returns a mark for ``clear_since``. ``deleted``: a caller's deletion is pending."""
         with self._lock:
             self._count += 1
             for key in keys:
@@ -485,7 +467,6 @@ class DirtyKeys:
             return chosen
 
     def delete_pending(self, key: bytes) -> bool:
-        """Return True if a caller has deleted the key and the tier has not."""
         return key in self._delete_pending
 
     def clear(self, keys: Iterable[bytes]) -> None:
@@ -500,9 +481,8 @@ class DirtyKeys:
 
 
 class Backlog:
-    """Blocks stored while a tier did not answer, to be copied to it later: the latest ``limit``, oldest first.
-
-    Holds keys and places only: the values are in other tiers. Thread-safe; takes no other lock.
+    """Blocks stored while a tier did not answer, to be copied later: the latest ``limit``, oldest first. Thread-safe;
+    takes no other lock.
     """
 
     def __init__(self, limit: int) -> None:

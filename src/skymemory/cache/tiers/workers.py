@@ -1,7 +1,6 @@
-"""Worker threads of a tier, so that a tier that hangs blocks only its own threads.
+"""Worker threads of a tier: a tier that hangs blocks neither other tiers nor the exit of the process.
 
-Threads are daemons, started as needed: a thread stuck in a dead tier must not keep the process alive. Time that a
-thread waits for a processor is this machine's load, not the tier's latency: it is added to the caller's timeout.
+Time that a thread waits for a processor is this machine's load, not the tier's latency: it extends the timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST_LATE_S = 1.0
 _LATE_STEP_S = 0.001
 
 
-class Call(Generic[Result]):
+class WorkerCall(Generic[Result]):
     """Work for another thread. The caller either sees its end (``wait``) or gives it up, never both."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -35,20 +34,19 @@ class Call(Generic[Result]):
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
-        """True if given up before a thread began it: the tier was not called."""
         self.overdue = False
-        """True if given up because it did not end in time."""
+        """True if it did not end in time."""
         self._submitted_s = time.monotonic()
         self._thread = 0
         self._starved_before_s = 0.0
         self.started_s = 0.0
-        """Time when the caller began to wait, by the caller's clock."""
+        """Time when the caller began to wait, by its clock."""
         self.result: Result | None = None
         self.error: BaseException | None = None
 
     def run(self, schedstat: BinaryIO | None = None) -> None:
-        """Do the work, unless it was given up before. ``schedstat``: the running thread's figures, kept open, since
-        opening them takes longer than many calls.
+        """Do the work, unless given up. ``schedstat``: the thread's open figures, as opening takes longer than many
+        calls.
         """
         self.dropped = self._on_late is not None
         result = error = None
@@ -86,7 +84,7 @@ class Call(Generic[Result]):
         return self._on_late is not None
 
     def give_up(self, on_late: Callable[[Result | None], object] = lambda result: None) -> bool:
-        """Stop waiting: ``on_late(result or None)`` is called when it ends. False: it has ended already."""
+        """Stop waiting: ``on_late(result or None)`` is called at the end. False: it has ended already."""
         with self._lock:
             if self._ended:
                 return False
@@ -101,14 +99,13 @@ class TierWorkers:
         self._name = name
         self._threads = threads
         self._waiting = waiting
-        self._calls: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[WorkerCall[object] | None] = queue.SimpleQueue()
         self._started = 0
         self._open = 0
-        self._running: set[Call[object]] = set()
+        self._running: set[WorkerCall[object]] = set()
         self._lock = threading.Lock()
 
-    def submit(self, call: Call[object]) -> bool:
-        """Queue the call; False if the queue is full."""
+    def submit(self, call: WorkerCall[object]) -> bool:
         with self._lock:
             if self._calls.qsize() >= self._waiting:
                 return False
@@ -119,8 +116,8 @@ class TierWorkers:
             self._calls.put(call)
         return True
 
-    def wait(self, call: Call[Result], timeout_s: float) -> bool:
-        """Return True if it ended within ``timeout_s``, extended by the time that its thread lacked a processor."""
+    def wait(self, call: WorkerCall[Result], timeout_s: float) -> bool:
+        """Return True if it ended within ``timeout_s``, extended while its thread lacked a processor."""
         excused_s = 0.0
         while not call.wait(timeout_s):
             if not call.begun and self.all_busy:
@@ -138,13 +135,12 @@ class TierWorkers:
 
     @property
     def all_hung(self) -> bool:
-        """True if every thread is stuck in a call that was given up: a queued call may never begin."""
+        """True if every thread is stuck in a given-up call: a queued call may never begin."""
         with self._lock:
             return sum(call.given_up for call in self._running) >= self._threads
 
     @property
     def any_hung(self) -> bool:
-        """True if a call that was given up as overdue has not ended yet."""
         with self._lock:
             return any(call.overdue for call in self._running)
 
@@ -163,12 +159,11 @@ class TierWorkers:
                     self._open -= 1
 
     def close(self) -> None:
-        """Let threads end after the calls already queued; does not wait for them."""
+        """End the threads after the queued calls, without waiting."""
         self._calls.put(None)
 
 
 def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:
-    """Open a thread's scheduling figures; None if the kernel has none."""
     try:
         return open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0)
     except OSError:
@@ -176,7 +171,7 @@ def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:
 
 
 def _starved_now_s(schedstat: BinaryIO) -> float:
-    """Return the seconds that the thread was runnable and did not run; 0 if that is not reported."""
+    """Return the seconds runnable but not running; 0 if unknown."""
     try:
         numbers = os.pread(schedstat.fileno(), 64, 0).split()
     except OSError:

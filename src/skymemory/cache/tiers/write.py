@@ -1,7 +1,7 @@
-"""Store operation over all tiers: write-through to all concurrently, or write-back to the nearest now and others later.
+"""Store operation over all tiers: write-through to all, or write-back to the nearest now and others later.
 
-The outcome of a call that was given up is unknown. A block is named by its content, so any copy of it is good. But a
-value without a place may replace an older value, so its key is dirty in that tier until the late call has stored it.
+The outcome of a given-up call is unknown. A block is named by its content, so any copy is good. A value without a place
+may replace an older value: its key is dirty in that tier until the late call has stored it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
-from skymemory.cache.tiers.workers import Call
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.errors import ValueTooLarge
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, StoreTicket
@@ -22,7 +22,7 @@ _Prepared = tuple[_Tickets, _TooLarge, list[int]]
 
 
 class TieredWrite:
-    """Room reserved for ``items``. Raises ValueTooLarge for an item that fits none of the tiers that answer."""
+    """Room reserved for ``items``. Raises ValueTooLarge for an item that fits no tier that answers."""
 
     def __init__(
         self,
@@ -44,9 +44,7 @@ class TieredWrite:
         self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._pending: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
-        """Keys that each tier answered for and did not store."""
         self.reason = ""
-        """First reason of a tier that did not store all its items."""
         self._writes: list[TierWrite] = []
         if any(tier.dirty_keys.full for tier in tiers):
             self._items = {}
@@ -73,7 +71,6 @@ class TieredWrite:
         return TierWrite.prepare(tier, items, [self._places[key] for key, _ in items])
 
     def _refuse_what_fits_nowhere(self) -> None:
-        """Raise if an item fits no tier, before room is reserved in a tier that cannot take all items."""
         answered = [write for write in self._writes if write.answered]
         for write in answered:
             for place, error in write.too_large.items():
@@ -110,7 +107,7 @@ class TieredWrite:
         return any(key in self._stored[number] for number in self._lower)
 
     def _run(self, writes: Iterable[TierWrite]) -> None:
-        """Run writes concurrently; local writes start last, as they run in this thread."""
+        """Run concurrently; local writes, in this thread, start last."""
         ordered = sorted(writes, key=lambda write: write.tier.settings.local)
         for write in ordered:
             write.start()
@@ -130,9 +127,9 @@ def _too_large_in(write: TierWrite, key: bytes) -> bool:
 class TierWrite:
     """Share of a write at one tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
 
-    ``too_large``: positions of items that can never fit. A thread may go on reading items after its call was given up:
-    a tier with threads must be given immutable ``bytes``. ``copies``: the items are already stored elsewhere, so a tier
-    that refuses them holds nothing outdated.
+    A thread may read items after its call was given up: a tier with threads must be given immutable ``bytes``.
+    ``copies``: items stored elsewhere, so a tier that refuses them holds nothing outdated. ``too_large``: positions of
+    items that never fit.
     """
 
     def __init__(self, tier: Tier, items: Items, places: Places, copies: bool = False) -> None:
@@ -142,18 +139,17 @@ class TierWrite:
         self._copies = copies
         self.answered = False
         self.certain = False
-        """True if the result of ``end`` is the tier's answer on all of ``items``."""
+        """True if ``end`` returned the tier's answer on all ``items``."""
         self.too_large: _TooLarge = {}
         self._tickets: _Tickets = []
         self._left: list[int] = []
-        """Positions without a request for room yet, because the largest item was too large."""
-        self._call: Call[list[list[bool]]] | None = None
+        self._call: WorkerCall[list[list[bool]]] | None = None
         self.given_up = False
 
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = (), copies: bool = False) -> TierWrite:
-        """Reserve room for the ``items`` whose keys are not dirty there. If the largest is too large nothing is
-        reserved or evicted yet (``prepare_rest`` does that).
+        """Reserve room for items with clean keys. If the largest is too large nothing is reserved until
+        ``prepare_rest``.
         """
         self = cls(tier, items, places, copies)
         keys = [key for key, _ in items]
@@ -171,7 +167,6 @@ class TierWrite:
         return self
 
     def prepare_rest(self) -> None:
-        """Reserve room for the other items if the largest was too large for the tier."""
         positions, self._left = self._left, []
         if positions and (
             prepared := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, positions))
@@ -186,7 +181,6 @@ class TierWrite:
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
     def end(self) -> list[bool]:
-        """Return for each item if the tier stored and acknowledged it in time."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -232,12 +226,11 @@ class TierWrite:
 
     @property
     def reason(self) -> str:
-        """Reason, in the tier's words, why it did not store all; empty if it gave none."""
         return next((f"{self.tier.name}: {ticket.reason}" for ticket, _ in self._tickets if ticket.reason), "")
 
     @property
     def refused(self) -> set[bytes]:
-        """Keys that the tier answered for. It has refused those that it did not store."""
+        """Keys that the tier answered for; it refused those that it did not store."""
         if not self.certain:
             return set()
         unanswered = frozenset[bytes]().union(*(ticket.unanswered for ticket, _ in self._tickets))
@@ -245,7 +238,7 @@ class TierWrite:
 
     @property
     def pending(self) -> set[bytes]:
-        """Keys that a given-up call may still store: it clears their dirty marks when it ends."""
+        """Keys that a given-up call may still store; it then clears their dirty marks."""
         if not self.given_up:
             return set()
         return {self.items[at][0] for _, positions in self._tickets for at in positions}
@@ -275,7 +268,7 @@ def _largest(items: Items, wanted: list[int]) -> int:
 
 
 def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -> tuple[list[bool], TierWrite]:
-    """Run all phases of a ``TierWrite``; returns for each item if it was stored, and the write itself."""
+    """Run all phases; returns for each item if it was stored, and the write."""
     tier_write = TierWrite.prepare(tier, items, places, copies)
     tier_write.prepare_rest()
     tier_write.start()
@@ -285,9 +278,8 @@ def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -
 def note_missed(
     tier: Tier, missed: set[bytes], places: Mapping[bytes, Place | None], pending: set[bytes], refused: set[bytes]
 ) -> None:
-    """Record that ``missed`` are stored elsewhere and, as far as known, not in ``tier``. A value that may change is
-    dirty there, unless its put is ``pending`` (which marks it itself); a block goes to the backlog, unless the tier
-    ``refused`` it.
+    """Record that ``missed`` are stored elsewhere, not in ``tier``. A value that may change is dirty there, unless
+    ``pending``; a block goes to the backlog, unless ``refused``.
     """
     tier.dirty_keys.add(key for key in missed if places[key] is None and key not in pending)
     blocks = {key: place for key in missed - refused if (place := places[key]) is not None}

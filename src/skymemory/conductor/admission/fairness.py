@@ -1,14 +1,11 @@
 """Priorities and fair shares of tenants under overload, as a wrapper of any admission rule.
 
-Fair shares divide the compute time of the prefill servers. Within a sliding window each tenant has a demand (all its
-requests) and a usage (its admitted requests). The total usage is divided by max-min fairness, weighted by tenant: no
-tenant gets more than its demand, and the other tenants share the remainder. If the load is ``overload`` or more and
-requests were refused, a tenant above its share is refused; a tenant whose whole demand is within its share is not
-refused for cost. Below that load, or with a single tenant, nothing is refused here: fairness never idles a server.
+Within a sliding window each tenant has a demand (compute time of all its requests) and a usage (of its admitted
+requests). The total usage is divided by weighted max-min fairness. From a load of ``overload`` on, a tenant above its
+share is refused, and a tenant whose demand is within its share is not refused for cost. Without refusals or with a
+single tenant nothing is refused: fairness never idles a server.
 
-Load is the larger of the estimated time to first token and time between tokens, each relative to its objective. The
-admissible load of a request falls with each higher priority level in use, so the lowest priorities are refused first.
-For priorities below 0 the default priority always counts as in use.
+Load is the larger of the time to first token and between tokens, each relative to its objective.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Admission, Placement, Refusal, RuleAround
+from skymemory.conductor.scheduler import RETRY_S, Admission, Refusal, RuleAround, ScheduledRequest
 from skymemory.errors import InvalidInput
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -29,11 +26,9 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
     share_window_s: float = 60.0
-    """Length of the sliding window of demand and usage."""
     overload: float = 0.5
-    """Load from which shares are enforced."""
     priority_step: float = 0.2
-    """Decrease of the admissible load per higher priority level in use."""
+    """Decrease of the admissible load per higher priority in use."""
     least_load: float = 0.2
     """Load below which no priority is refused."""
     weights: Mapping[str, float] = field(default_factory=lambda: _NONE)
@@ -50,18 +45,15 @@ class FairnessSettings:
 
 
 class Fair(RuleAround):
-    """Admission rule that checks priorities and shares before ``rule``."""
-
     def __init__(self, rule: Admission, slo: Slo, settings: FairnessSettings | None = None) -> None:
         self.settings = settings = settings or FairnessSettings()
         super().__init__(rule)
         self.slo = slo
         self.name = f"{rule.name}+fair"
-        self._shares = Shares(settings.share_window_s, settings.weights)
+        self._shares = TenantShares(settings.share_window_s, settings.weights)
         self._levels: dict[int, float] = {}
-        """Time of the last request by priority."""
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         load = self._load(placement)
         # The order of precedence: the operator's priorities, fairness, then throughput (the wrapped rule).
         refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(
@@ -78,22 +70,22 @@ class Fair(RuleAround):
             return None
         return refusal
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         self._record_request(placement, False, now_s)
         super().refused(placement, refusal, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self._record_request(placement, True, now_s)
         super().accepted(placement, now_s)
 
-    def _record_request(self, placement: Placement, admitted: bool, now_s: float) -> None:
+    def _record_request(self, placement: ScheduledRequest, admitted: bool, now_s: float) -> None:
         self._shares.record_request(placement.request.tenant, _cost_s(placement), admitted, now_s)
         self._levels[placement.request.priority] = now_s
         if len(self._levels) > 1:
             since_s = now_s - self.settings.share_window_s
             self._levels = {level: at_s for level, at_s in self._levels.items() if at_s >= since_s}
 
-    def _load(self, placement: Placement) -> float:
+    def _load(self, placement: ScheduledRequest) -> float:
         ttft_s = placement.prefill.estimated_ttft_s or 0.0
         tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
         slo = placement.slo(self.slo)
@@ -112,7 +104,7 @@ class Fair(RuleAround):
         reason = f"priority {priority} is admitted up to a load of {limit:.2f}; the load is {load:.2f}"
         return Refusal(reason, self._retry_s(load - limit), kind="priority")
 
-    def _share_refusal(self, placement: Placement, load: float) -> Refusal | None:
+    def _share_refusal(self, placement: ScheduledRequest, load: float) -> Refusal | None:
         if load < self.settings.overload:
             return None
         used_s, share_s = self._shares.of(placement.request.tenant)
@@ -127,16 +119,14 @@ class Fair(RuleAround):
         return max(RETRY_S, excess * self.slo.ttft_s)
 
 
-def _cost_s(placement: Placement) -> float:
-    """Return the compute seconds of the prefill, or without an estimate its thousands of uncached tokens."""
+def _cost_s(placement: ScheduledRequest) -> float:
+    """Return compute seconds, or without an estimate thousands of uncached tokens."""
     seconds = placement.prefill.estimated_compute_s
     return (placement.request.prompt.tokens - placement.prefill.matched_tokens) / 1000 if seconds is None else seconds
 
 
 _MOST = 65_536
-"""Limit of remembered requests."""
 _REFRESH = 256
-"""Recomputations of the shares per window."""
 
 
 @dataclass(slots=True)
@@ -146,8 +136,8 @@ class _Account:
     requests: int = 0
 
 
-class Shares:
-    """Demand, usage and weighted max-min share per tenant in a sliding window."""
+class TenantShares:
+    """Demand, usage and share per tenant in a sliding window."""
 
     def __init__(self, window_s: float, weights: Mapping[str, float]) -> None:
         self._window_s = window_s
@@ -172,7 +162,7 @@ class Shares:
             self._level, self._level_at_s = self._max_min_level(), now_s
 
     def of(self, tenant: str) -> tuple[float, float]:
-        """Return usage and share in the window; the share is infinite without competing tenants or refusals."""
+        """Return usage and share; the share is infinite without competing tenants or refusals."""
         # Fairness never idles a server: a tenant may use everything while it is alone or nothing was refused.
         account = self._accounts.get(tenant)
         used = 0.0 if account is None else account.used
@@ -180,7 +170,7 @@ class Shares:
         return used, self._weight(tenant) * self._level if has_others else math.inf
 
     def fits(self, tenant: str, cost: float) -> bool:
-        """Return True if other tenants have requests and the tenant's demand plus ``cost`` is within its share."""
+        """Return True if other tenants compete and the demand plus ``cost`` is within the share."""
         account = self._accounts.get(tenant)
         demand = 0.0 if account is None else account.asked
         has_others = len(self._accounts) > (account is not None)
@@ -203,7 +193,7 @@ class Shares:
             self._used -= cost
 
     def _max_min_level(self) -> float:
-        """Return the share per unit of weight at which the shares add up to the usage."""
+        """Return the share per weight at which the shares add up to the usage."""
         remaining = self._used
         # Water filling in the order of demand per weight. A tenant that wants less than an even split of the remaining
         # usage gets its demand; the first that wants more sets the level for itself and all later tenants.

@@ -1,16 +1,11 @@
 """The rule ``goodput`` (ours): under overload it maximises the number of requests that meet both objectives.
 
-Each such request counts the same, so the cheapest are admitted. A rule that looks at the queue only admits in order of
-arrival, and one long prompt then costs as much as twenty short prompts.
-
-1. Time to first token: refuse if the estimate, corrected by its learnt error (``LearntTtft``), exceeds the objective.
-2. Time between tokens: refuse if the decode load of all admitted requests exceeds a learnt share of the objective
-   (``LearntHeadroom``), which leaves room for growing contexts and wrong estimates: a slow batch fails all of its
-   requests. If the prefill will end later than a request usually decodes, the load is forecast.
+1. Time to first token: refuse if the corrected estimate (``LearntTtft``) exceeds the objective.
+2. Time between tokens: refuse if the decode load exceeds a learnt share of the objective (``LearntHeadroom``), because
+   a slow batch fails all of its requests. If the prefill ends later than a usual decode, the load is forecast.
 3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest of
-   the recent requests that fit into the servers' time. Otherwise admit all, so that no server idles because future
-   requests differ from recent requests.
-4. Context size: the same rule for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
+   the recent requests that fit into the servers' time.
+4. Context size: the same for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
 """
 
 from __future__ import annotations
@@ -23,26 +18,25 @@ from itertools import accumulate
 
 from skymemory.conductor.admission.mooncake import too_late, too_slow
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Admission, Placement, Refusal
+from skymemory.conductor.scheduler import RETRY_S, Admission, Refusal, ScheduledRequest
 from skymemory.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputSettings:
     window_s: float = 60.0
-    """Age up to which a request counts as a sample of future requests."""
+    """Age up to which a request counts as a sample."""
     queue_share: float = 0.5
-    """Queue length under overload, as a share of the objective for the first token."""
+    """Queue length under overload, over the TTFT objective."""
     use: float = 1.0
-    """Share of the servers' time available to prefills."""
     batch_share: float = 0.6
-    """Share of the time between tokens above which contexts are limited."""
+    """Decode load above which contexts are limited."""
     fill: float = 0.9
-    """Tokens in decode batches under overload, as a share of those that meet the objective."""
+    """Tokens in decode batches, over those that meet the objective."""
     broken: float = 0.2
-    """Tolerated share of misses among requests near the limit."""
+    """Tolerated share of misses near the limit."""
     least_headroom: float = 0.7
-    """Lower bound of the learnt limit, as a share of the objective."""
+    """Lower bound of the learnt limit."""
 
     def __post_init__(self) -> None:
         if self.window_s <= 0:
@@ -68,10 +62,9 @@ class Goodput(Admission):
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Ids of requests in progress with a late first token; their missed objective does not count against
-        decoding."""
+        """Requests with a late first token, whose miss does not count against decoding."""
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         # The order of the module's rules: a request that would be late anyway is not judged by its cost.
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
@@ -86,41 +79,41 @@ class Goodput(Admission):
             or self._context_too_large(placement, tbt_s, now_s)
         )
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         if placement.decode is None:
             return None
         return too_slow(placement.decode.estimated_tbt_s, self._limit_s(placement), placement.forecast, now_s)
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         self._record_request(placement, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self._record_request(placement, now_s)
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.entered(placement.request.prompt.tokens, placement.decode.estimated_tbt_s, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         if placement.prefill.estimated_ttft_s is not None:
             self._ttft.record_ttft(placement.prefill.estimated_ttft_s, now_s - placement.prefill.at_s)
         if placement.decode is not None and now_s - placement.prefill.at_s > placement.slo(self.slo).ttft_s:
             self._late.add(id(placement.request))  # alive until ``on_request_end``
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.record_end(placement.request.prompt.tokens, now_s)
             if met is not None and id(placement.request) not in self._late:
                 self._headroom.record_outcome(placement.decode.estimated_tbt_s / placement.slo(self.slo).tbt_s, met)
         self._late.discard(id(placement.request))
 
-    def _record_request(self, placement: Placement, now_s: float) -> None:
+    def _record_request(self, placement: ScheduledRequest, now_s: float) -> None:
         self._prefills.record_request(placement.prefill.estimated_compute_s or 0.0, now_s)
         if placement.decode is not None:
             self._contexts.record_request(placement.request.prompt.tokens, now_s)
 
-    def _limit_s(self, placement: Placement) -> float:
+    def _limit_s(self, placement: ScheduledRequest) -> float:
         return placement.slo(self.slo).tbt_s * self._headroom.share
 
-    def _prefill_too_long(self, placement: Placement, now_s: float) -> Refusal | None:
+    def _prefill_too_long(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         compute_s, ttft_s = placement.prefill.estimated_compute_s, placement.prefill.estimated_ttft_s
         if compute_s is None or ttft_s is None:
             return None
@@ -135,7 +128,7 @@ class Goodput(Admission):
         reason = f"it takes {compute_s:.3g} s of compute; prefills up to {max_cost_s:.3g} s fit"
         return Refusal(reason, max(RETRY_S, compute_s), kind="cost")
 
-    def _context_too_large(self, placement: Placement, tbt_s: float | None, now_s: float) -> Refusal | None:
+    def _context_too_large(self, placement: ScheduledRequest, tbt_s: float | None, now_s: float) -> Refusal | None:
         if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(placement):
             return None
         # Little's law: batches of ``most`` tokens that stay for ``stay_s`` admit ``most / stay_s`` tokens per second.
@@ -151,13 +144,11 @@ class Goodput(Admission):
 
 
 _MOST = 4096
-"""Limit of remembered requests."""
 _REFRESH = 64
-"""Sorts of the remembered requests per window."""
 
 
 class Price:
-    """Largest cost that fits a capacity if the cheapest requests go first, by a sample of recent requests."""
+    """Largest cost that fits a capacity if the cheapest go first, by recent requests."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -178,10 +169,7 @@ class Price:
         self._sorted_s = now_s
 
     def max_cost(self, per_s: float, room: float, now_s: float) -> float:
-        """Return the largest cost that fits; infinite if all fit.
-
-        ``per_s`` is the capacity per second, ``room`` additional capacity available once; a backlog makes it negative.
-        """
+        """Return the largest cost that fits, infinite if all fit; ``room`` is extra capacity (negative: a backlog)."""
         if not self._sums:
             return math.inf
         # The sampled requests arrived within ``span_s``, a capacity of ``per_s * span_s``. In order of cost, the last
@@ -192,10 +180,9 @@ class Price:
 
 
 _STEP = 0.05
-"""Weight of an outcome in the moving mean."""
 _MOST_BIAS = 3.0
 _SHORT = 0.05
-"""Share of the objective below which an estimate's error is ignored."""
+"""Share of the objective below which an error is ignored."""
 
 
 class LearntTtft:
@@ -218,20 +205,18 @@ class LearntTtft:
 class LearntHeadroom:
     """Learnt share of the objective between tokens up to which requests are admitted.
 
-    A quantile tracker: a missed objective lowers the share by a step, a met objective raises it by less. The two
-    balance if a share ``broken`` of the requests near the limit miss.
+    In balance, a share ``broken`` of the requests near the limit miss.
     """
 
     step = 0.01
     near = 0.8
-    """Share of the limit below which an outcome is ignored."""
 
     def __init__(self, least: float, broken: float) -> None:
         self._least, self._broken = least, broken
         self.share = 1.0
 
     def record_outcome(self, load: float, met: bool) -> None:
-        """Record an outcome; ``load`` is the batch's estimated time between tokens, relative to the objective."""
+        """Record an outcome; ``load`` is relative to the objective."""
         # In balance, ``broken`` misses times ``step`` down equal the sum of the steps up.
         if load < self.near * self.share:
             return
@@ -242,29 +227,24 @@ class LearntHeadroom:
 
 
 _FORGETTING = 0.005
-"""Weight of an estimate in the moving means."""
 _LEAST = 50
-"""Estimates needed to fit a line."""
 _SPREAD = 0.05
-"""Coefficient of variation of the tokens below which no line is fitted."""
 
 
 class Batches:
-    """Admitted requests in progress, and a learnt line of the time between tokens over their context tokens."""
+    """Admitted requests, and a learnt line of the time between tokens over context tokens."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._seen = 0
         self._mean_tokens = self._mean_tbt_s = self._var = self._cov = 0.0
         self._line: tuple[float, float] | None = None
-        """Intercept and slope: seconds, seconds per token."""
         self._inside = 0
         self._since_s = 0.0
         self._waited_s = self._ended = 0.0
-        """Seconds spent in progress, and requests ended; both decay at the same rate."""
+        """Both decay at the same rate."""
 
     def entered(self, tokens: int, tbt_s: float, now_s: float) -> None:
-        """Record an admission; ``tbt_s`` is the estimate that includes the request."""
         self._count(now_s)
         self._inside += 1
         self.tokens += tokens
@@ -290,7 +270,7 @@ class Batches:
 
     @property
     def stay_s(self) -> float:
-        """Usual time from admission to the end; 0 before the first end.
+        """Usual time from admission to the end.
 
         Requests in progress contribute their time so far, because the short requests end first.
         """
@@ -302,7 +282,7 @@ class Batches:
         self._since_s = now_s
 
     def max_tokens(self, limit_s: float) -> float:
-        """Return the tokens at which the time between tokens reaches ``limit_s``; infinite while unknown."""
+        """Return the tokens that reach ``limit_s``; infinite while unknown."""
         if self._line is None:
             return math.inf
         empty_s, slope_s = self._line

@@ -1,8 +1,7 @@
 """Mooncake's three admission rules (FAST'25, section 4.2.6).
 
-All three refuse on arrival if the time to first token is too long, and check the decode load again after the prefill,
-when a refusal wastes it. On arrival they look at different decode loads: none (``Baseline``), the current load
-(``Early``; prefill and decode loads then oscillate), or the load forecast for the end of the prefill (``Predicted``).
+All check the time to first token on arrival and the decode load after the prefill. On arrival they also look at no
+decode load (``Baseline``), the current load (``Early``; loads then oscillate), or a forecast (``Predicted``).
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Placement, Refusal
+from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Refusal, ScheduledRequest
 
 _LOOKAHEADS = 12
-"""Number of forecast times to try; each is twice as far ahead as the last."""
 
 
 def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
-    """Return a refusal if the estimate exceeds the objective; None without an estimate."""
     if ttft_s is None or ttft_s <= limit_s:
         return None
     reason = f"its first token is estimated to take {ttft_s:.3g} s; the limit is {limit_s:.3g} s"
@@ -25,7 +22,6 @@ def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
 
 
 def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | None, now_s: float) -> Refusal | None:
-    """Return a refusal if the estimate exceeds the objective; None without an estimate."""
     if tbt_s is None or tbt_s <= limit_s:
         return None
     reason = f"tokens are estimated to take {tbt_s * 1000:.4g} ms; the limit is {limit_s * 1000:.4g} ms"
@@ -33,7 +29,7 @@ def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | Non
 
 
 def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> float:
-    """Return the forecast seconds until the decode servers meet the objective again, without new requests."""
+    """Return the seconds until the decode servers meet the objective again."""
     if forecast is None:
         return RETRY_S
     ahead_s = RETRY_S
@@ -45,34 +41,30 @@ def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> 
 
 
 class Baseline(Admission):
-    """Admission rule that checks time to first token on arrival and decode load after the prefill."""
-
     name = "baseline"
 
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return too_late(placement.prefill.estimated_ttft_s, placement.slo(self.slo).ttft_s)
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return self._too_slow(placement.decoder.estimated_tbt_s, placement, now_s)
 
-    def _too_slow(self, tbt_s: float | None, placement: Placement, now_s: float) -> Refusal | None:
+    def _too_slow(self, tbt_s: float | None, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return too_slow(tbt_s, placement.slo(self.slo).tbt_s, placement.forecast, now_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EarlySettings:
     promised: bool = False
-    """True: also count admitted requests outside any batch. The published rule does not, and oscillates (figure 9)."""
+    """True: also count admitted requests outside any batch, unlike the published rule (figure 9)."""
 
 
 class Early(Baseline):
-    """Rule that also checks on arrival the current decode load, with the new request added to the batches.
-
-    The new request must count: the check before decoding keeps the load without it below the objective, so no request
-    would be refused early. Without a forecast, or with ``promised``, the load is the estimate of the chosen server.
+    """Rule that checks the current decode load on arrival, with the new request added: the check before decoding keeps
+    the load of the other requests below the objective.
     """
 
     name = "early"
@@ -81,7 +73,7 @@ class Early(Baseline):
         super().__init__(slo)
         self.settings = settings or EarlySettings()
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal, forecast = super().on_arrival(placement, now_s), placement.forecast
         tbt_s = placement.decoder.estimated_tbt_s
         if refusal is not None or tbt_s is None:
@@ -92,15 +84,12 @@ class Early(Baseline):
 
 
 class Predicted(Baseline):
-    """Rule that also checks on arrival the decode load forecast for the end of the prefill.
-
-    The load is the mean over the servers, with the new request added. Without a forecast the rule equals ``Early``.
-    """
+    """Rule that checks the decode load forecast for the end of the prefill."""
 
     name = "predicted"
     looks_ahead = True
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal, forecast = super().on_arrival(placement, now_s), placement.forecast
         tbt_s = placement.decoder.estimated_tbt_s
         if refusal is not None or tbt_s is None:

@@ -11,30 +11,30 @@ from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
 from skymemory.conductor.admission.mooncake import Baseline, Early, EarlySettings, Predicted
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Admission, AdmitAll, OnArrival
-from skymemory.config import Entry, NoSettings, Registry, converted, defaults_of, read_options, suggestion
+from skymemory.config import NoSettings, Registry, RegistryEntry, converted, defaults_of, read_options, suggestion
 from skymemory.errors import InvalidInput
 
 Build = Callable[[Slo, Any], Admission]
 RULES: Registry[Build] = Registry(
     "admission rule",
     {
-        "all": Entry("refuses nothing", NoSettings, lambda slo, settings: AdmitAll()),
-        "baseline": Entry(
+        "all": RegistryEntry("refuses nothing", NoSettings, lambda slo, settings: AdmitAll()),
+        "baseline": RegistryEntry(
             "time to first token on arrival, decode load after the prefill (Mooncake's baseline)",
             NoSettings,
             lambda slo, settings: Baseline(slo),
         ),
-        "early": Entry(
+        "early": RegistryEntry(
             "time to first token and current decode load on arrival (Mooncake's early rejection)",
             EarlySettings,
             lambda slo, settings: Early(slo, settings),
         ),
-        "predicted": Entry(
+        "predicted": RegistryEntry(
             "time to first token and forecast decode load on arrival (Mooncake's, with prediction)",
             NoSettings,
             lambda slo, settings: Predicted(slo),
         ),
-        "goodput": Entry(
+        "goodput": RegistryEntry(
             "under overload admits the cheapest requests, so that most meet their objectives (ours)",
             GoodputSettings,
             lambda slo, settings: Goodput(slo, settings),
@@ -43,17 +43,14 @@ RULES: Registry[Build] = Registry(
 )
 NAMES = tuple(RULES)
 FAIR = "+fair"
-"""Suffix of a rule's name that adds priorities and fair shares, with the options of ``FairnessSettings``."""
+"""Suffix that adds ``Fair``."""
 
 
 def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
-    """Return the rule named ``name``.
-
-    Option values may be text, as from flags; ``weights`` is a table or text such as ``gold=3,free=0.5``. With
-    ``on_arrival`` the rule refuses on arrival only (``OnArrival``).
+    """Return a rule; options may be text, ``weights`` such as ``gold=3,free=0.5``.
 
     Raises:
-        InvalidInput: unknown rule or option (with a suggestion), or an invalid value.
+        InvalidInput: unknown rule or option, or an invalid value.
     """
     owner, known = f"admission rule {name!r}", options_of(name)
     without_weights = {option: value for option, value in options.items() if option != "weights" or option not in known}
@@ -83,7 +80,7 @@ def options_of(name: str) -> dict[str, object]:
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:
-    """Return tenant weights from a table or text; ``what`` begins the error message.
+    """Return tenant weights; ``what`` begins the error.
 
     Raises:
         InvalidInput: neither a table nor such text, or a weight is not a number.

@@ -1,13 +1,9 @@
 """The contract of prefix indices, and the approximate index, learnt from requests.
 
-A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``, seeded
-by ``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the
-fleet.
+A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``).
 
 The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the most recently
-used blocks, up to the capacity of the server's cache (``set_capacity``), and evicts the end of a prefix before its
-head. Engines evict by other rules and do not report it; if an engine reports how much of a prompt was cached,
-``correct`` drops the other blocks.
+used blocks, up to the cache's capacity, and evicts the end of a prefix before its head. Engines evict by other rules.
 """
 
 from __future__ import annotations
@@ -29,43 +25,32 @@ class PrefixIndex(Protocol):
     """Contract of prefix indices. Blocks after a block that a slot lacks do not count."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks that each of ``slots`` holds, without a gap.
-
-        Changes no state: a match is not a use.
-        """
+        """Return the leading blocks that each of ``slots`` holds; change no state."""
         ...
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """Record that the server of ``slot`` holds this chain and has just used it."""
+        """Record that the server holds this chain and has just used it."""
         ...
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Correct the index after a report of only ``cached_blocks`` cached blocks; return the number of blocks
-        dropped.
-
-        Blocks that follow the missing block are dropped too, also in other chains.
-        """
+        """Drop the blocks after ``cached_blocks``, also in other chains; return their number."""
         ...
 
-    def forget(self, slot: int) -> None:
-        """Drop all blocks of ``slot``: the server left or restarted."""
-        ...
+    def forget(self, slot: int) -> None: ...
 
     def blocks_of(self, slot: int) -> int: ...
 
 
 BLOCKS_PER_SERVER = 31_250
-"""Assumed capacity of a server that does not report it (the endpoint picker's default)."""
+"""The endpoint picker's default."""
 MAX_MATCH = 256
-"""Number of a prompt's blocks that the endpoint picker matches."""
 Table = type[native.PrefixTable]
 
 
 class ApproximatePrefixIndex:
-    """Prefix index learnt from requests; see the module.
+    """Prefix index learnt from requests.
 
-    ``max_match`` limits the blocks learnt and matched per prompt; None: all. ``secret`` is an odd 64-bit number for the
-    hash table (``native.PrefixTable``). ``table`` is another implementation, for tests.
+    ``max_match`` limits the blocks per prompt. ``secret`` is an odd 64-bit number for ``native.PrefixTable``.
 
     Raises:
         InvalidInput: an invalid capacity or secret.
@@ -89,7 +74,6 @@ class ApproximatePrefixIndex:
 
     @property
     def whole_table(self) -> native.PrefixTable | None:
-        """Table of blocks, or None if ``max_match`` limits what is matched in it."""
         return self._table if self.max_match is None else None
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
@@ -131,7 +115,6 @@ class ApproximatePrefixIndex:
         return self._table.blocks()
 
     def dump(self, slot: int) -> bytes:
-        """Return the blocks of ``slot``, for ``load`` (``native.PrefixTable.dump``)."""
         return self._table.dump(slot)
 
     def load(self, slot: int, dump: bytes) -> None:

@@ -1,14 +1,11 @@
 """Decoded KV cache events of an engine, and the engine's blocks that follow from them.
 
-The fields of events are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too: a batch has a sequence
-number and events. ``router.engines`` decodes messages into these classes; ``precise.PreciseIndex`` applies them.
+The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too.
 
-An engine reports a block's tokens once, when it stores the block, and only its own hash after that. Our hash follows
-from the tokens and our hash of the parent. A block with an unknown parent (its event was lost, or published before we
-subscribed) is an *orphan*: it does not count until its parent is reported.
+An engine reports a block's tokens once, and only its own hash after that. Our hash follows from the tokens and our hash
+of the parent. A block with an unknown parent is an *orphan*: it does not count until its parent is reported.
 
-A block is known as long as any medium holds it. Media other than the GPU's memory vary: some report blocks without
-their tokens, some have larger blocks than the engine, and some do not report removals.
+Some media report blocks without tokens, some have larger blocks than the engine, some do not report removals.
 """
 
 from __future__ import annotations
@@ -48,75 +45,65 @@ def medium_of(name: str) -> str:
 
 
 EngineHash = int | bytes
-"""Hash of a block by the engine; comparable between engines only if they share a hash seed."""
+"""Engine's hash, comparable between engines only with equal hash seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Event: a chain of blocks is now in ``medium``, after ``parent`` (None: the beginning of a prompt).
+    """Blocks now in ``medium``, after ``parent`` (None: the beginning of a prompt).
 
-    Without tokens, blocks that were reported with tokens earlier are now in this medium too, and ``parent`` has no
-    meaning: vLLM's offloading connector reports host memory and disks this way.
+    Without tokens (vLLM's offloading connector), blocks reported earlier are now in this medium too; ``parent`` has no
+    meaning.
     """
 
     hashes: Sequence[EngineHash]
     parent: EngineHash | None
     tokens: Sequence[int]
-    """Tokens of all blocks in order: ``len(hashes) * block_tokens`` or none."""
+    """``len(hashes) * block_tokens``, or none."""
     block_tokens: int
-    """Tokens per block; outside the GPU's memory it may be larger than the engine's (LMCache: 256)."""
+    """Size that may be larger outside the GPU's memory (LMCache: 256)."""
     medium: str = GPU
-    """Name of the medium by the engine; see ``medium_of``."""
     adapter: str = ""
-    """LoRA adapter: ``lora_name``, or ``"#" + str(lora_id)`` if only the id is reported."""
+    """``lora_name``, or ``"#" + str(lora_id)``."""
     extra_keys: Sequence[Sequence[object] | None] | None = None
-    """Further input of each block's hash: the adapter's name, images, and for the first block the cache salt."""
+    """Further input of the hashes: adapter, images, in the first block the cache salt."""
     group: int = 0
-    """KV cache group, for models with several kinds of layers."""
+    """KV cache group of layers."""
     goes_on: bool = False
-    """True if this is a further part of the previous event."""
+    """True for a further part of the previous event."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Event: blocks left ``medium``. Other media may still hold them."""
-
     hashes: Sequence[EngineHash]
     medium: str = GPU
     group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class AllCleared:
-    """Event: the engine cleared its whole cache."""
+class AllCleared: ...
 
 
 Event = BlocksStored | BlocksRemoved | AllCleared
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Events published together. An engine numbers its batches from 0 without gaps."""
+class EventBatch:
+    """Events published together, numbered from 0 without gaps."""
 
     sequence: int
     events: Sequence[Event]
 
 
 MAX_ORPHANS = 4096
-"""Limit of orphans per engine; beyond it the oldest orphan is dropped."""
 MAX_BEYOND_GPU = 1 << 19
-"""Limit of an engine's blocks in a medium other than the GPU's memory, which may not report removals.
-
-Beyond it the oldest sixteenth is dropped. With 16 tokens per block the limit is 8 million tokens, in 70 to 110 MB of
-memory.
-"""
+"""Limit of blocks beyond the GPU's memory; then the oldest sixteenth is dropped. It takes 70 to 110 MB."""
 MAX_RECENT = 1 << 16
-"""Limit of blocks found by their tokens: those last stored in the GPU's memory, if another medium reports chunks."""
 TOKEN_BYTES = 4
 _MASK = (1 << 64) - 1
 
 Change = tuple[str, int]
-"""Medium (of ``MEDIA``) and our hash of a block."""
+"""Medium and our hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +114,12 @@ class _Orphan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Block of an engine outside the GPU's memory, of another size than our blocks."""
+class _BlockRun:
+    """Block of another size than our blocks."""
 
     blocks: int
-    """Number of whole blocks of ours that it covers."""
     rest: bool
-    """True if it ends within a block of ours; that block and its successors have no hash of ours."""
+    """True if it ends within a block of ours, which then has no hash of ours."""
 
 
 # Names of a block, and how they map:
@@ -143,8 +129,8 @@ class _Run:
 # Our hash is chained(our hash of the parent, tokens, extra keys). A block whose parent has no hash of ours has
 # none either: it waits as an orphan under its parent's name (``_children``), and ``_settle`` resolves whole subtrees.
 #
-# A block of another size (``_Run``) stands for several of ours. Its parts get artificial names (``_names``); if both
-# sizes end together, the last part has the engine's name, so that the next block finds its parent under that name.
+# A block of another size (``_BlockRun``) stands for several of ours. Its parts get artificial names (``_names``); if
+# both sizes end together, the last part has the engine's name, so that the next block finds its parent under that name.
 #
 # Invariants: a name keeps the first hash of ours that it got; it leaves a medium with the removal of its last copy; an
 # orphan's name is in no medium.
@@ -152,27 +138,20 @@ class _Run:
 
 @dataclass(slots=True)
 class EngineBlocks:
-    """Blocks of one engine. ``model`` seeds our hashes, with adapter and salt."""
+    """Blocks of one engine."""
 
     model: str
     block_tokens: int
     media: dict[str, dict[int, int]] = field(default_factory=dict)
     """Hash of ours by the engine's name, per medium."""
     given_up: int = 0
-    """Number of dropped orphans."""
     counters: Counters = field(default_factory=Counters)
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Number of additional copies of a block in the engine.
-
-    vLLM recomputes the last block of a fully cached prompt and keeps both copies; it reports the storing and the
-    removal of each.
-    """
-    _runs: dict[tuple[str, int], _Run] = field(default_factory=dict)
-    """Blocks of another size, by medium and engine name; their parts have names of their own (``_names``)."""
+    """Additional copies: vLLM recomputes the last block of a fully cached prompt and reports both."""
+    _runs: dict[tuple[str, int], _BlockRun] = field(default_factory=dict)
     _recent: dict[int, int] | None = None
-    """Hashes of ours last stored in the GPU's memory, by the hash of their tokens; None before the first chunk."""
+    """Our hashes last stored in the GPU's memory, by the hash of their tokens."""
     _with_removals: set[str] = field(default_factory=set)
-    """Media with reported removals."""
     _orphans: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
     _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -181,16 +160,16 @@ class EngineBlocks:
         return len(self._orphans)
 
     def stored(self, event: BlocksStored) -> Iterator[Change]:
-        """Apply an event; yield our blocks that are now in a medium, including orphans that it resolves.
+        """Apply an event; yield our blocks that are now in a medium, including resolved orphans.
 
         Raises:
             InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
-                other media such blocks are skipped and counted, so that the GPU's blocks stay usable.
+                other media such blocks are skipped and counted.
         """
         medium = medium_of(event.medium)
         if medium != GPU and not event.tokens:
             return self._known(medium, event.hashes)
-        run: _Run | None = None
+        run: _BlockRun | None = None
         if event.block_tokens != self.block_tokens:
             if medium == GPU:
                 raise InvalidInput(
@@ -198,7 +177,7 @@ class EngineBlocks:
                     "router's block_tokens to the engine's --block-size"
                 )
             blocks, remainder = divmod(event.block_tokens, self.block_tokens)
-            run = _Run(blocks, remainder > 0)
+            run = _BlockRun(blocks, remainder > 0)
         if len(event.tokens) != len(event.hashes) * event.block_tokens or (run is not None and run.blocks == 0):
             if medium != GPU:
                 return self._left_out(len(event.hashes))
@@ -219,7 +198,7 @@ class EngineBlocks:
         yield from ()
 
     def _known(self, medium: str, hashes: Sequence[EngineHash]) -> Iterator[Change]:
-        """Yield blocks reported without tokens, which are looked up in the other media."""
+        """Yield blocks known from other media."""
         for engine_hash in hashes:
             name = folded(engine_hash)
             ours = self._ours(name)
@@ -229,7 +208,7 @@ class EngineBlocks:
                 self._count_copy(medium, name)
                 yield from self._settle(medium, name, ours)
 
-    def _stored(self, event: BlocksStored, medium: str, tokens: bytes, run: _Run | None) -> Iterator[Change]:
+    def _stored(self, event: BlocksStored, medium: str, tokens: bytes, run: _BlockRun | None) -> Iterator[Change]:
         names = [folded(engine_hash) for engine_hash in event.hashes]
         keys = None if event.extra_keys is None else [_own_keys(event, at) for at in range(len(names))]
         if event.parent is not None:
@@ -273,9 +252,7 @@ class EngineBlocks:
         tokens: bytes,
         keys: Sequence[tuple[object, ...]] | None,
     ) -> Generator[Change, None, int | None]:
-        """Yield our blocks after ``before`` (None: after the unknown ``parent``); return our hash of the last, if
-        known.
-        """
+        """Yield our blocks after ``before`` (None: after the unknown ``parent``); return our last hash, if known."""
         size = self.block_tokens * TOKEN_BYTES
         for at, name in enumerate(names):
             piece = tokens[at * size : (at + 1) * size]
@@ -292,12 +269,10 @@ class EngineBlocks:
         return before
 
     def _find_recent_blocks(self, tokens: bytes, blocks: int) -> list[int]:
-        """Return our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not
-        found.
+        """Return our blocks of a chunk, found by tokens among those last stored; empty if not found.
 
-        Needed for LMCache. It reports parent 0 for a chain that starts within a prompt, leaves out chunks that it has
-        already (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither adapter nor salt.
-        But it stores what was just computed.
+        LMCache reports parent 0 within a prompt, leaves out chunks that it has (``lmcache/v1/cache_engine.py``,
+        ``store`` and ``store_layer``), and reports neither adapter nor salt. But it stores what was just computed.
         """
         if self._recent is None:
             self._recent = {}
@@ -311,12 +286,12 @@ class EngineBlocks:
         return hashes
 
     def _count_copy(self, medium: str, name: int) -> None:
-        """Count an additional copy, only in media with reported removals: elsewhere the count would only grow."""
+        """Count a copy, only in media with reported removals: elsewhere the count would only grow."""
         if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
             self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
 
     def _settle(self, medium: str, name: int, ours: int) -> Iterator[Change]:
-        """Add a block with a known hash, then, repeatedly, the orphans that waited for it."""
+        """Add a block, then, repeatedly, the orphans that waited for it."""
         # A stack instead of recursion: chains of orphans are as long as prompts.
         ready = [(medium, name, ours)]
         while ready:
@@ -349,7 +324,6 @@ class EngineBlocks:
                 del self._runs[medium, engine_name]
 
     def surplus(self) -> Iterator[Change]:
-        """Drop the oldest blocks of media over their limit."""
         for medium, hashes in self.media.items():
             if medium == GPU or len(hashes) <= MAX_BEYOND_GPU:
                 continue
@@ -364,11 +338,10 @@ class EngineBlocks:
 
     @property
     def media_without_removals(self) -> list[str]:
-        """Media other than the GPU's memory without a reported removal."""
         return [medium for medium in self.media if medium != GPU and medium not in self._with_removals]
 
     def drop_copies(self, ours: Collection[int]) -> None:
-        """Forget counted copies of blocks that the engine turned out to lack."""
+        """Forget copies of blocks that the engine turned out to lack."""
         for medium, name in [*self._more_copies]:
             if self.media.get(medium, {}).get(name) in ours:
                 del self._more_copies[medium, name]
@@ -405,17 +378,13 @@ class EngineBlocks:
 
 
 def folded(engine_hash: EngineHash) -> int:
-    """Return an engine's hash as 64 bits; of bytes the last eight, as vLLM shortens them."""
+    """Return an engine's hash as 64 bits, shortened as by vLLM."""
     if isinstance(engine_hash, int):
         return engine_hash & _MASK
     return int.from_bytes(engine_hash[-8:], "big")
 
 
-def _names(name: int, run: _Run) -> list[int]:
-    """Return the names of our blocks within a larger block of the engine.
-
-    If both sizes end together, the last part has the engine's name, which following blocks refer to as their parent.
-    """
+def _names(name: int, run: _BlockRun) -> list[int]:
     parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
     if not run.rest:
         parts[-1] = name
@@ -423,11 +392,7 @@ def _names(name: int, run: _Run) -> list[int]:
 
 
 def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
-    """Return our hash of a block after ``before``.
-
-    Further input of the engine's hash (images, embeddings) changes ours, so that neither the block nor its successors
-    match a prompt with the same text only.
-    """
+    """Return our hash of a block after ``before``; ``keys`` (images, embeddings) change it."""
     if keys:
         digest = hashlib.sha256(before.to_bytes(8, "little") + repr(tuple(keys)).encode("utf-8", "surrogatepass"))
         before = int.from_bytes(digest.digest()[:8], "little")
@@ -435,7 +400,6 @@ def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
 
 
 def _own_keys(event: BlocksStored, at: int) -> tuple[object, ...]:
-    """Return the input of a block's hash other than tokens and adapter."""
     keys = event.extra_keys[at] if event.extra_keys is not None else None
     if not keys:
         return ()

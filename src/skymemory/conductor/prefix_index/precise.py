@@ -1,12 +1,11 @@
 """Precise prefix index, fed by the engines' KV cache events.
 
 Engines number their batches of events. A gap means lost events: the engine's slot is *stale* and matches nothing until
-the lost batches are replayed, the engine reports that it cleared its cache, or the subscriber resumes with an empty
-slot (``resume_empty``). After the latter, blocks stored earlier are not found, which costs hits, but no evicted block
-is matched. Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not count.
+the lost batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot, which costs
+hits but matches no evicted block. Engines do not evict the ends of prefixes first: a held block with an evicted prefix
+does not count.
 
-A block may be in several media, and matches while it is in any of them. Some media (LMCache's) do not report removals:
-only their latest blocks count, and blocks that an engine turned out to lack are dropped.
+Some media (LMCache's) do not report removals: only their latest blocks count.
 """
 
 from __future__ import annotations
@@ -28,26 +27,21 @@ from skymemory.conductor.prefix_index.events import (
     OTHER,
     REMOTE,
     AllCleared,
-    Batch,
     BlocksStored,
     Change,
     EngineBlocks,
     Event,
+    EventBatch,
     medium_of,
 )
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
 WEIGHTS: Mapping[str, float] = MappingProxyType({GPU: 1.0, CPU: 0.8, DISK: 0.5, REMOTE: 0.5})
-"""Weight of a block by its medium.
-
-The first two are llm-d's (``pkg/kvcache/backend.go``). There, a medium without a weight counts 1, as if nothing had to
-be loaded; here it counts the least weight.
-"""
+"""Weight by medium; the first two are llm-d's (``pkg/kvcache/backend.go``). Others have the least weight."""
 _NUMBERS: Mapping[str, int] = MappingProxyType({medium: number for number, medium in enumerate(MEDIA)})
-"""Number of each medium in the table."""
 MAX_WAITING = 1024
-"""Limit of batches that wait for the end of a gap; later batches are dropped and replayed."""
+"""Batches kept after a gap; later batches are dropped and replayed."""
 Table = type[native.HolderTable]
 
 
@@ -55,20 +49,16 @@ Table = type[native.HolderTable]
 class _Engine:
     blocks: EngineBlocks
     expected: int = 0
-    """Number of the next batch."""
     last_live: int = -1
-    waiting: dict[int, Batch] = field(default_factory=dict)
-    """Batches after a gap, by number."""
+    waiting: dict[int, EventBatch] = field(default_factory=dict)
     stale: bool = False
     trouble: str = ""
 
 
 class PreciseIndex:
-    """Prefix index fed by KV events; see the module.
+    """Prefix index fed by KV events.
 
-    ``block_tokens`` is the number of tokens per block, of all engines and prompts. ``weights`` overrides ``WEIGHTS`` by
-    medium, for ``weighted``; an unknown medium has the least weight. ``secret`` and ``table`` are as in
-    ``ApproximatePrefixIndex``.
+    ``block_tokens`` is that of all engines and prompts. ``secret`` is as in ``ApproximatePrefixIndex``.
     """
 
     def __init__(
@@ -89,28 +79,27 @@ class PreciseIndex:
         self._weights[OTHER] = min(self._weights.values())
         self._engines: dict[int, _Engine] = {}
         self._media: list[str] = []
-        """Media with reported blocks, the fastest first."""
+        """Media, the fastest first."""
         self._order: list[tuple[int, float]] = []
-        """Number and weight of each medium of ``_media``, the largest weight first."""
+        """Media's numbers and weights, the largest weight first."""
         try:
             self._table = table() if secret is None else table(secret)
         except (ValueError, OverflowError) as error:
             raise InvalidInput(str(error)) from None
 
     def follow(self, slot: int, model: str) -> None:
-        """Start, or restart, with an empty slot for an engine that serves ``model``."""
+        """Start or restart with an empty slot."""
         self.forget(slot)
         self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens, counters=self.counters))
 
-    def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> bool:
-        """Apply a batch, live or ``replayed``; return False if batches from ``missing(slot)`` on are missing.
+    def apply(self, slot: int, batch: EventBatch, replayed: bool = False, more: bool = False) -> bool:
+        """Apply a batch; return False if batches from ``missing(slot)`` on are missing.
 
-        With ``more`` the next call continues the batch under the same number (replayed batches only). A live number
-        that is not above the last live number means that the engine restarted: its slot is emptied.
+        With ``more`` the next call continues the replayed batch under the same number.
 
         Raises:
-            InvalidInput: an unknown slot, or unusable events (blocks of another size). The slot is then empty, and
-                ``trouble`` returns the reason.
+            InvalidInput: an unknown slot, or unusable events. The slot is then empty, and ``trouble`` returns the
+                reason.
         """
         # Cases by the number of the batch (``expected`` is the next number):
         #
@@ -151,7 +140,7 @@ class PreciseIndex:
         engine.stale = bool(engine.waiting) or engine.last_live >= engine.expected
         return not engine.stale
 
-    def _take(self, slot: int, engine: _Engine, batch: Batch, more: bool = False) -> None:
+    def _take(self, slot: int, engine: _Engine, batch: EventBatch, more: bool = False) -> None:
         engine.expected = batch.sequence + (not more)
         try:
             for event in batch.events:
@@ -181,7 +170,7 @@ class PreciseIndex:
             self._take_away(slot, blocks.removed(event))
 
     def resume_empty(self, slot: int, sequence: int) -> None:
-        """Give up lost batches: empty the slot and continue with batch ``sequence``."""
+        """Empty the slot and continue with batch ``sequence``."""
         engine = self._engine(slot)
         self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
@@ -192,14 +181,14 @@ class PreciseIndex:
             self.apply(slot, batch, replayed=True)
 
     def stale(self, slot: int) -> bool:
-        """Return True if events are missing; the slot then matches nothing."""
+        """Return True if events are missing."""
         return self._engine(slot).stale
 
     def missing(self, slot: int) -> int:
         return self._engine(slot).expected
 
     def trouble(self, slot: int) -> str:
-        """Return the reason why the slot's events are unusable, or an empty text."""
+        """Return the reason for unusable events, or an empty text."""
         engine = self._engines.get(slot)
         return "" if engine is None else engine.trouble
 
@@ -214,16 +203,14 @@ class PreciseIndex:
         return self.match_weighted(blocks, slots)[1]
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Return ``match`` and ``weighted`` of a single walk."""
         return self._walk(blocks, slots, self._order)
 
     @property
     def beyond_gpu(self) -> bool:
-        """True if any block was reported outside the GPU's memory."""
         return any(medium != GPU for medium in self._media)
 
     def costs(self, blocks: Blocks, slots: Sequence[int], costs: Mapping[str, float]) -> list[float]:
-        """Return the sum of ``costs`` over the blocks that ``match`` counts, each by the fastest of its media."""
+        """Return the sum of ``costs`` over matched blocks, each by the fastest of its media."""
         order = [(_NUMBERS[medium], costs.get(medium, 0.0)) for medium in self._media]
         return self._walk(blocks, slots, order)[1]
 
@@ -245,9 +232,8 @@ class PreciseIndex:
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         """Drop the missing blocks from media without reported removals; return their number.
 
-        Other media drop nothing, since an engine reports a block only once. But counted copies of missing blocks are
-        forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would otherwise be
-        assumed to hold them forever.
+        Counted copies are forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would
+        otherwise hold them forever.
         """
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):
@@ -267,7 +253,6 @@ class PreciseIndex:
 
     @property
     def table_rows(self) -> int:
-        """Number of distinct blocks, summed over the media."""
         return self._table.blocks()
 
     def blocks_of(self, slot: int) -> int:

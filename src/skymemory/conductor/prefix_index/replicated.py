@@ -6,15 +6,14 @@ A snapshot, little-endian::
     24 length of the kind 4, kind in UTF-8
     then per server: length of the name 4, name in UTF-8, capacity 8, blocks 8, per block hash 8 and parent 4
 
-The *kind* names the unit and size of blocks; hashes of another kind are unusable. A parent is the position, from 0, of
-a block of the same server. Blocks are in the order of their last use, the latest first.
+The *kind* names the unit and size of blocks. A parent is the position, from 0, of a block of the same server. Blocks
+are in the order of their last use, the latest first.
 
 A delta, little-endian (it names the server, because each replica has its own slots)::
 
     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
 
-Replicas publish only what they learnt themselves, not what they absorbed. They do not publish that a server left or
-restarted: every replica checks its servers itself.
+Replicas publish only what they learnt themselves, not what they absorbed, and no removal of servers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _STORED_ROW = np.dtype([("hash", "<u8"), ("parent", "<u4")])
 _TABLE_ROW = np.dtype([("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")])
 _MAX_NAME_BYTES = 4096
 MAX_DELTAS = 8192
-"""Limit of the log of deltas; replicas that fall further behind miss the oldest deltas."""
+"""Replicas that fall further behind miss the oldest deltas."""
 MAX_BLOCKS = 1 << 20
 _DELTA_HEAD = struct.Struct("<BHI")
 _LEARNT, _DROPPED = 1, 2
@@ -50,7 +49,7 @@ _LEARNT, _DROPPED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Blocks of one server; ``dump`` is in the format of ``native.PrefixTable``."""
+    """``dump`` is in the format of ``native.PrefixTable``."""
 
     capacity: int
     dump: bytes
@@ -63,7 +62,7 @@ class Snapshot:
 
 
 def rows_of(dump: bytes) -> NDArray[np.void]:
-    """Return the rows of a table's dump: fields ``hash`` and ``parent`` (the position of a row; all bits set: none)."""
+    """Return fields ``hash`` and ``parent`` (the position of a row; all bits set: none)."""
     return np.frombuffer(dump, dtype=_TABLE_ROW)
 
 
@@ -72,7 +71,7 @@ def take_snapshot(index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, 
 
 
 def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots: Mapping[str, int]) -> int:
-    """Load the blocks of servers that are in the fleet; return their number.
+    """Load the blocks of servers in the fleet; return their number.
 
     Raises:
         InvalidInput: another kind of blocks, or invalid rows. The index is then empty.
@@ -111,7 +110,7 @@ def unpack_snapshot(data: bytes) -> Snapshot:
     """Return the snapshot in ``data``.
 
     Raises:
-        InvalidInput: not a snapshot, or truncated or damaged; LaterFile for a later version.
+        InvalidInput: no sound snapshot; LaterFile for a later version.
     """
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         raise InvalidInput(f"not a snapshot of a prefix index: it begins with {data[:8].hex() or 'nothing'}")
@@ -166,15 +165,13 @@ def _read_text(data: bytes, at: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learnt:
-    """Delta: a server holds this chain."""
-
     server: str
     blocks: Blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Delta: a server lacks this block and its successors."""
+    """A server lacks this block and its successors."""
 
     server: str
     block: int
@@ -184,11 +181,7 @@ Delta = Learnt | Dropped
 
 
 class SharedPrefixIndex(ApproximatePrefixIndex):
-    """Approximate index with a log of deltas for other replicas, which also absorbs theirs.
-
-    ``name_of`` returns the name of a slot's server, ``slot_of`` the slot of a name; None if unknown. Deltas are
-    numbered from 0; ``log_end`` is the number of the next delta.
-    """
+    """Approximate index with a log of deltas for other replicas; ``log_end`` is the number of the next."""
 
     def __init__(
         self,
@@ -226,14 +219,14 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
         return self.log_end - len(self._log)
 
     def since(self, number: int) -> list[Delta] | None:
-        """Return the deltas from ``number`` on; None if some of them are not in the log."""
+        """Return the deltas from ``number`` on; None if some are no longer logged."""
         # The log is bounded: a publisher that was disconnected for long counts the lost deltas and continues.
         if not self.log_start <= number <= self.log_end:
             return None
         return list(islice(self._log, number - self.log_start, None))
 
     def absorb(self, deltas: Iterable[Delta]) -> None:
-        """Apply deltas of other replicas; skip servers that are not in our fleet."""
+        """Apply deltas of other replicas; skip unknown servers."""
         for delta in deltas:
             slot = self._slot_of(delta.server)
             if slot is None:

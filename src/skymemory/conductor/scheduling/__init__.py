@@ -1,1 +1,1 @@
-"""Prefill and decode scheduling after Mooncake: choice of the prefill server, its loads, and the decode server."""
+"""Prefill and decode scheduling after Mooncake."""

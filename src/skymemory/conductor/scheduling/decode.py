@@ -1,11 +1,7 @@
 """Choice of the decode server: the shortest time between tokens, with the request in its batch.
 
-A step grows with the batch and its contexts (``CostModel.decode_step_s``). Requests that are placed on a server but
-still in prefill count too: otherwise all requests would go to a server that none has reached yet. Before a request
-joins the batch, its own server is estimated again, from the requests in the batch only.
-
-The forecast is Mooncake's (FAST'25 §7.4): all requests decode for the same usual time. Requests with a prefill that
-ends by the forecast time have joined; requests that decode longer have left.
+Requests still in prefill count too, otherwise all would go to a server that none has reached yet. The forecast is
+Mooncake's (FAST'25 §7.4): all requests decode for the same usual time.
 """
 
 from __future__ import annotations
@@ -19,35 +15,29 @@ from skymemory.conductor.request import Request
 from skymemory.errors import InvalidInput
 
 _NO_ROOM_S = 1e9
-"""Penalty on the score of a server whose KV cache has no room, so that it ranks last."""
 _LEARNING_RATE = 0.02
-"""Weight of an ended request in the usual duration of decoding."""
 
 Parts = tuple[float, float, float, float, float]
 
 
 class DecodeCost(Protocol):
     def decode_parts(self, batch: int) -> Parts:
-        """Return coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of
-        context.
-        """
+        """Return coefficients as ``CostModel.decode_parts``."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Booked:
-    """Request in a server's batch, or placed on the server and still in prefill."""
-
     request: Request
     tokens: int
     joins_s: float
-    """Time at which it joined the batch, or is estimated to."""
+    """Time at which it joined the batch, or will."""
     joined: bool = False
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests of one server, with running sums, so that an estimate takes the same time for any batch size."""
+    """Requests of one server; running sums make an estimate independent of the batch size."""
 
     booked: dict[_Booked, None] = field(default_factory=dict)
     joined: int = 0
@@ -55,7 +45,6 @@ class _Batch:
     joined_tokens: int = 0
     promised_tokens: int = 0
     joined_at_s: float = 0.0
-    """Sum of the join times."""
 
     def add(self, one: _Booked, sign: int) -> None:
         if one.joined:
@@ -68,10 +57,9 @@ class _Batch:
 
 
 class LeastTbt(Scorer):
-    """Scorer of decode servers, and a ``scheduler.DecodeForecast``.
+    """Scorer of decode servers, and a ``DecodeForecast``.
 
-    ``kv_tokens`` is the capacity of each server's KV cache; None: as reported, unlimited without a report. ``decode_s``
-    is the usual duration of decoding; None: learnt from ended requests, infinite before the first.
+    ``kv_tokens``: capacity of each KV cache; None: as reported. ``decode_s``: usual duration; None: learnt.
     """
 
     name = "least-tbt"
@@ -87,9 +75,7 @@ class LeastTbt(Scorer):
         self._parts: dict[int, Parts] = {}
         self._batches: dict[int, _Batch] = {}
         self._open: dict[tuple[int, int], list[_Booked]] = {}
-        """Requests by id (kept alive here) and slot."""
         self._expected: dict[int, _Booked] = {}
-        """Requests in prefill, by id."""
 
     @property
     def decode_s(self) -> float:
@@ -134,7 +120,6 @@ class LeastTbt(Scorer):
             booked.joins_s = at_s
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Return the forecast, as ``scheduler.DecodeForecast``; with ``at_s`` = ``now_s`` for the present batches."""
         # A request counts from the time of joining for the usual duration. Its context has grown by a token per step
         # since then. As steps depend on contexts in turn, this is a single step of a fixed-point iteration.
         usual_s, sums = self.decode_s, 0.0
@@ -205,7 +190,7 @@ class LeastTbt(Scorer):
             del self._expected[id(one.request)]
 
     def _grown(self, batch: _Batch, now_s: float) -> float:
-        """Return the estimated tokens decoded since the batch's requests joined, at the pace without these tokens."""
+        """Return the tokens decoded since the requests joined."""
         if not batch.joined:
             return 0.0
         return (batch.joined * now_s - batch.joined_at_s) / self._step_s(batch.joined, batch.joined_tokens)

@@ -1,30 +1,21 @@
 """Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant that takes the cheapest way per server.
 
-The time to first token is estimated per server, with the missing KV computed or loaded from elsewhere. The published
-rule compares lengths: a server loads if the longest prefix anywhere is ``balancing_threshold`` times its own. The two
-publications differ if the ratio equals the threshold: ``arxiv`` loads, ``fast25`` computes. ``cheaper`` needs no
-threshold: a server loads if that is faster than computing, or loads one part and computes the other if that is faster
-still.
+The published rule loads if the longest prefix anywhere is ``balancing_threshold`` times the server's own; at equality
+``arxiv`` loads, ``fast25`` computes. ``cheaper`` (ours) loads, computes or does both, whichever is fastest.
 
-Decisions that the publications leave open: the ratio to a server that holds nothing is infinite; a load proceeds while
-the request waits in the queue, so the longer of the two counts; a fully cached prompt still computes one token; far
-tiers count like servers.
+Left open by the publications: the ratio to a server that holds nothing is infinite; a load proceeds while the request
+waits in the queue; a fully cached prompt still computes one token; far tiers count like servers.
 
-Hot prefixes replicate as a by-product: a server that gets a prompt counts as holding it from then on.
-
-Split of loading and computing. A server holds the first ``held`` blocks, another place the first ``end``. Loading can
-start at once, computing when the queue has drained. The server computes from ``held`` on while the back is loaded
-(Cake, 2024), because later tokens attend to more and cost more to compute. With the split at block ``split``::
+A split: the server computes from block ``held`` on while the blocks up to ``end`` are loaded from the back (Cake,
+2024), because later tokens cost more to compute. With the split at block ``split``::
 
     ready  = wait + compute(held..split)          the front is computed
     rest   = compute(end..)                       held nowhere
     late   = max(0, load(split..end) - ready)     still loading then
     finish = ready + max(late, rest) + min(late, rest) / layers
 
-A server that loads layer by layer computes the rest as layers arrive (Mooncake §5.2, ``cost_model.loaded_s``);
-otherwise ``layers`` is 1. ``finish`` is the maximum of ``ready + rest``, ``(1 - 1/layers)·ready + load/layers + rest``
-and ``load + rest/layers``. As ``ready`` is convex in the split and ``load`` linear, the maximum is convex, and
-bisection finds its minimum.
+If layers are loaded together, ``layers`` is 1. ``finish`` is convex in the split, as the maximum of ``ready + rest``,
+``(1 - 1/layers)·ready + load/layers + rest`` and ``load + rest/layers``; bisection finds its minimum.
 """
 
 from __future__ import annotations
@@ -45,10 +36,10 @@ from skymemory.conductor.scheduling.prefill import (
     Estimates,
     FarTiers,
     LinkWaits,
-    Load,
     PlannedLinks,
     PrefillScheduler,
-    Source,
+    PrefixSource,
+    ServerLoad,
     deepest,
     tokens_of,
     undominated,
@@ -64,15 +55,15 @@ NETWORK = "network"
 class KvCacheCentricSettings:
     variant: str = "cheaper"
     balancing_threshold: float = 2.0
-    """Ratio of the longest prefix anywhere to the server's own from which it loads (published variants)."""
+    """Ratio of the longest prefix to the server's own from which it loads."""
     cake: bool = True
-    """True: compute the front while the back is loaded (``cheaper`` only)."""
+    """True: split (``cheaper`` only)."""
     split_gain: float = 0.01
-    """Minimum gain, as a share of the time to first token, for which a split is computed."""
+    """Minimum gain of a split, as a share of the time to first token."""
     layers: int = 0
-    """Number of layers that are loaded one by one while the rest is computed; 1: load first; 0: the model's layers."""
+    """Layers loaded one by one; 1: load first; 0: the model's."""
     delay_weight: float = 0.3
-    """Weight of the delay of later requests (``DelayPrice``, ``cheaper`` only); 0: only its own time counts."""
+    """Weight of ``DelayPrice`` (``cheaper`` only)."""
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
@@ -86,25 +77,21 @@ class KvCacheCentricSettings:
 
 
 class _SplitCandidate(NamedTuple):
-    """Server that may finish sooner with a split."""
-
     floor_s: float
-    """Lower bound of the finish, for any split."""
+    """Lower bound of the finish."""
     at: int
-    source: Source
+    source: PrefixSource
     end: int
     in_wait_s: float
     load_s: float
-    """Seconds to load what the source has and the server lacks."""
     rest_s: float
-    """Seconds to compute what the source lacks."""
 
 
 class KvCacheCentric(PrefillScheduler):
-    """KVCache-centric prefill scheduler; see the module.
+    """KVCache-centric prefill scheduler.
 
-    ``kv_token_bytes`` is the KV of one token in all ``layers``. ``fleet`` has further servers to load from. ``links``
-    are waits at the servers' links; None: those caused by the loads planned here.
+    ``kv_token_bytes``: KV of one token in all ``layers``. ``fleet``: further servers to load from. ``links``: waits at
+    the servers' links; None: those caused here.
     """
 
     name = "kvcache-centric"
@@ -164,8 +151,8 @@ class KvCacheCentric(PrefillScheduler):
     def _rate(self, estimates: Estimates) -> float:
         return self._price.rate(len(estimates.slots), estimates.now_s) if self._priced else 0.0
 
-    def _sources(self, estimates: Estimates, least: int) -> list[Source]:
-        sources: list[Source] = []
+    def _sources(self, estimates: Estimates, least: int) -> list[PrefixSource]:
+        sources: list[PrefixSource] = []
         blocks, now_s = estimates.request.prompt.blocks, estimates.now_s
         network = self._network
         if network is not None and len(blocks):
@@ -178,16 +165,15 @@ class KvCacheCentric(PrefillScheduler):
             # ``known``, not ``blocks``: blocks that are still under way to a server cannot be loaded from it.
             waits_s = self._link_waits.waits_out_s([server.slot for server in servers], now_s)
             for server, count, wait_s in deepest(servers, depths, waits_s, least):
-                sources.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
+                sources.append(PrefixSource(server.name, server.slot, count, wait_s, network.latency_s, token_s))
         if self._far is not None and len(blocks):
             for tier, count, medium in self._far.far(blocks):
                 if count > least:
                     token_s = self._kv_token_bytes / medium.bytes_per_s
-                    sources.append(Source(tier, -1, count, 0.0, medium.latency_s, token_s))
+                    sources.append(PrefixSource(tier, -1, count, 0.0, medium.latency_s, token_s))
         return undominated(sources) if len(sources) > 1 else sources
 
-    def _by_ratio(self, estimates: Estimates, sources: list[Source]) -> None:
-        """Apply the published rule: load from the longest, then nearest, prefix if the ratio reaches the threshold."""
+    def _by_ratio(self, estimates: Estimates, sources: list[PrefixSource]) -> None:
         prompt, threshold = estimates.request.prompt, self.settings.balancing_threshold
         # Algorithm 1 compares lengths, not load times; ``cheaper`` fixes that.
         best = sources[0]
@@ -201,10 +187,9 @@ class KvCacheCentric(PrefillScheduler):
                 load_s = best.load_s(end - held_tokens, self._link_waits.waits_in_s((slot,), estimates.now_s)[0])
                 rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
                 estimates.ttfts_s[at] = finish_s(estimates.waits_s[at], load_s, rest_s, self._layers)
-                estimates.loads[at] = Load(best, held_tokens, end, load_s, rest_s)
+                estimates.loads[at] = ServerLoad(best, held_tokens, end, load_s, rest_s)
 
-    def _by_seconds(self, estimates: Estimates, sources: list[Source]) -> None:
-        """Let each server compute or load, whichever is faster; then try splits that may win."""
+    def _by_seconds(self, estimates: Estimates, sources: list[PrefixSource]) -> None:
         prompt, ttfts, waits = estimates.request.prompt, estimates.ttfts_s, estimates.waits_s
         layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
         # 1. For each source and server: compute all, or load all that the source has more; keep the faster.
@@ -226,7 +211,7 @@ class KvCacheCentric(PrefillScheduler):
                 ttft_s = finish_s(wait_s, load_s, rest_s, layers)
                 if ttft_s < ttfts[at]:
                     ttfts[at] = ttft_s
-                    estimates.loads[at] = Load(source, held_tokens, end, load_s, rest_s)
+                    estimates.loads[at] = ServerLoad(source, held_tokens, end, load_s, rest_s)
                 # A load that is hidden by the queue or the computation leaves nothing to gain.
                 floor_s = wait_s + rest_s
                 if cake and floor_s < (1.0 - gain) * ttfts[at] and source.blocks > estimates.blocks[at] + 1:
@@ -264,7 +249,7 @@ class KvCacheCentric(PrefillScheduler):
             best = min(best, price(chance.at, ttfts[chance.at]))
 
     def _floor_s(self, estimates: Estimates, chance: _SplitCandidate) -> float:
-        """Return a tighter lower bound: the finish if each token of the front cost as little as the first."""
+        """Return a tighter bound: each token of the front costs as little as the first."""
         at, prompt = chance.at, estimates.request.prompt
         first = tokens_of(prompt, estimates.blocks[at] + 1)
         token_s = (estimates.alone_s[at] - self._seconds(estimates.slots[at], prompt)(first)) / (
@@ -300,7 +285,7 @@ class KvCacheCentric(PrefillScheduler):
             load_s = source.load_s(end - begin, in_wait_s)
             compute_s = alone_s - seconds(begin) + rest_s
             estimates.ttfts_s[at] = ttft_s
-            estimates.loads[at] = Load(source, begin, end, load_s, compute_s)
+            estimates.loads[at] = ServerLoad(source, begin, end, load_s, compute_s)
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
         tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)
@@ -311,12 +296,12 @@ class KvCacheCentric(PrefillScheduler):
 
 
 def _priced(wait_s: float, work_s: float, rate: float) -> float:
-    """Return the seconds to the end of the work, plus the delay that it causes to later requests."""
+    """Return the seconds of the work, plus the delay of later requests."""
     return wait_s + work_s * (1.0 + rate * (wait_s + work_s / 2.0))
 
 
 def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> float:
-    """Return the end of a prefill whose front is computed at ``ready_s`` and whose load is complete at ``loaded_s``."""
+    """Return the end of a prefill with its front computed at ``ready_s`` and its load complete at ``loaded_s``."""
     late_s = loaded_s - ready_s
     if late_s <= 0.0:
         return ready_s + rest_s
@@ -326,10 +311,7 @@ def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> flo
 
 
 def best_split(finish_at: Callable[[int], float], held: int, end: int) -> tuple[int, float]:
-    """Return the split from ``held`` to ``end - 1`` with the earliest finish, and that finish; the first of ties.
-
-    ``finish_at`` maps a split to its finish and must be convex.
-    """
+    """Return the first best split and its finish; ``finish_at`` must be convex."""
     low, high = held, end - 1
     while low < high:
         middle = (low + high) >> 1

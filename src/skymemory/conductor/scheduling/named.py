@@ -23,13 +23,11 @@ from skymemory.conductor.scheduling.prefill import (
     RandomServer,
 )
 from skymemory.conductor.strategies.estimates import PrefillCost
-from skymemory.config import Entry, Registry
+from skymemory.config import Registry, RegistryEntry
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """Options of schedulers whose servers use only their own cache."""
-
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
@@ -37,10 +35,10 @@ class LocalSettings:
 SCHEDULERS: Registry[type[PrefillScheduler]] = Registry(
     "scheduler",
     {
-        "random": Entry("random, seeded", LocalSettings, RandomServer),
-        "load-balance": Entry("shortest estimated queue, ignoring caches", LocalSettings, LeastQueue),
-        "cache-aware": Entry("shortest queue plus compute of the uncached part", LocalSettings, CacheAware),
-        "kvcache-centric": Entry(
+        "random": RegistryEntry("random, seeded", LocalSettings, RandomServer),
+        "load-balance": RegistryEntry("shortest estimated queue, ignoring caches", LocalSettings, LeastQueue),
+        "cache-aware": RegistryEntry("shortest queue plus compute of the uncached part", LocalSettings, CacheAware),
+        "kvcache-centric": RegistryEntry(
             "shortest time to the first token; servers compute, load, or both (Mooncake's)",
             KvCacheCentricSettings,
             KvCacheCentric,
@@ -63,18 +61,18 @@ def prefill_scorer(
     prefill_cost: PrefillCost | None = None,
     **options: object,
 ) -> PrefillScheduler:
-    """Return the prefill scheduler named ``name``, for a ``Picker``. Option values may be text.
+    """Return the prefill scheduler named ``name``. Option values may be text.
 
     Args:
         holdings: the prefix index.
-        media: bandwidths by name, ``network`` being the network between servers; None: that of ``cost``'s machine.
+        media: bandwidths by name, ``network`` between servers.
         far: tiers that all servers can load from.
         links: waits at the servers' links; None: those caused by its own plans.
         fleet: further servers to load from.
-        prefill_cost: cost on servers that are not a single machine, such as pipelines.
+        prefill_cost: cost on servers that are not a single machine.
 
     Raises:
-        InvalidInput: unknown scheduler or option (with a suggestion), or an invalid value.
+        InvalidInput: unknown scheduler or option, or an invalid value.
     """
     settings, estimated = SCHEDULERS.settings(name, options), prefill_cost or cost
     if not isinstance(settings, KvCacheCentricSettings):
@@ -98,13 +96,7 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """Return a ``Scheduler`` with that prefill scheduler, which chooses decode servers by time between tokens.
-
-    Args:
-        decode: decode servers; None: prefill servers decode too.
-        kv_tokens: KV cache capacity of a decode server.
-        decode_s: usual duration of decoding; None: learnt.
-        options: further arguments of ``prefill_scorer``, with ``holdings``.
+    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.

@@ -1,8 +1,4 @@
-"""Prefill schedulers: they estimate the time to first token per server, and track the servers' queues.
-
-A server computes its prompts in order, one after the other. A group of machines that prefills as a pipeline is one
-server with a cost model of the group.
-"""
+"""Prefill schedulers: they estimate the time to first token per server, and track the servers' queues."""
 
 from __future__ import annotations
 
@@ -15,41 +11,36 @@ from skymemory import native
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
-from skymemory.conductor.request import Plan, Prompt, Request
+from skymemory.conductor.request import Prompt, PromptPlan, Request
 from skymemory.conductor.strategies.base import Indexed, RequestNotes
-from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
+from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
 
 
 class FarTiers(Protocol):
-    """Storage tiers from which every server can load."""
-
     def far(self, blocks: Blocks) -> Sequence[tuple[str, int, Medium]]:
-        """Return the tiers that hold part of a prompt: name, number of leading blocks, medium."""
+        """Return name, leading blocks and medium of each tier that holds part of a prompt."""
         ...
 
 
-class Source(NamedTuple):
-    """Place to load a prompt's prefix from."""
+class PrefixSource(NamedTuple):
+    """Source of a prefix; ``slot`` is -1 for a tier."""
 
     name: str
     slot: int
-    """Slot of the server; -1 for a tier."""
     blocks: int
-    """Number of leading blocks."""
     wait_s: float
-    """Seconds until its outgoing link is free."""
     latency_s: float
     token_s: float
 
     def load_s(self, tokens: int, in_wait_s: float) -> float:
-        """Return the seconds to load ``tokens``, if the receiver's incoming link is free in ``in_wait_s``."""
+        """Return the seconds of a load; the incoming link is free in ``in_wait_s``."""
         return max(self.wait_s, in_wait_s) + self.latency_s + tokens * self.token_s if tokens > 0 else 0.0
 
 
-def undominated(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources that no other dominates; of equal sources the first."""
+def undominated(sources: Sequence[PrefixSource]) -> list[PrefixSource]:
+    """Return the undominated sources; of equal sources the first."""
     # Sorted by blocks: all kept sources hold at least as much as the next, so the other three figures decide.
-    best: list[Source] = []
+    best: list[PrefixSource] = []
     for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
         if not any(
             other.wait_s <= one.wait_s and other.latency_s <= one.latency_s and other.token_s <= one.token_s
@@ -60,8 +51,6 @@ def undominated(sources: Sequence[Source]) -> list[Source]:
 
 
 class LinkWaits(Protocol):
-    """Seconds until each server's outgoing and incoming links are free."""
-
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]: ...
 
     def waits_in_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]: ...
@@ -69,7 +58,7 @@ class LinkWaits(Protocol):
 
 @dataclass(slots=True)
 class PlannedLinks:
-    """Link waits caused by the loads planned here, served in order."""
+    """Link waits caused by the loads planned here."""
 
     out_s: dict[int, float] = field(default_factory=dict)
     in_s: dict[int, float] = field(default_factory=dict)
@@ -87,7 +76,7 @@ class PlannedLinks:
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
-        """Book a load of ``seconds`` from ``source`` (-1: a tier) to ``target``."""
+        """Book a load from ``source`` (-1: a tier) to ``target``."""
         if source >= 0:
             self.out_s[source] = max(self.out_s.get(source, now_s), now_s) + seconds
         self.in_s[target] = max(self.in_s.get(target, now_s), now_s) + seconds
@@ -100,9 +89,9 @@ class PlannedLinks:
 def deepest(
     servers: Sequence[Server], depths: Sequence[int], waits_s: Sequence[float], least: int
 ) -> list[tuple[Server, int, float]]:
-    """Return the servers to load from: the deepest with a free outgoing link, and busy servers that hold more.
+    """Return the deepest server with a free outgoing link, and busy servers that hold more.
 
-    Each comes with its number of blocks, above ``least``, and the wait at its outgoing link.
+    Each comes with its blocks, above ``least``, and the wait at its link.
     """
     busy: list[tuple[Server, int, float]] = []
     free: Server | None = None
@@ -117,70 +106,64 @@ def deepest(
 
 
 OVERDUE = 0.1
-"""Remaining time of a prefill that exceeds its estimate, as a share of its time so far."""
+"""Remaining time of an overdue prefill, as a share of its time so far."""
 UNDER_WAY_BLOCKS = 4096
 
 
-class Load(NamedTuple):
-    source: Source
+class ServerLoad(NamedTuple):
+    source: PrefixSource
     split_tokens: int
     end_tokens: int
     load_s: float
-    """Seconds from now until the load is complete."""
     compute_s: float
 
     @property
     def link_s(self) -> float:
-        """Seconds for which it occupies the links."""
+        """Seconds on the links."""
         return (self.end_tokens - self.split_tokens) * self.source.token_s
 
 
 @dataclass(slots=True, eq=False)
 class Estimates:
-    """Estimates for a request on each of some servers; lists are in their order."""
+    """Estimates of a request per server."""
 
     request: Request
     servers: Sequence[Server]
     slots: list[int]
     known: Sequence[int]
-    """Leading blocks that each server holds."""
     blocks: Sequence[int]
-    """Leading blocks that each server holds or will hold after its queue."""
+    """Leading blocks held after the queue; ``known``: held now."""
     held: list[int]
-    """Tokens of ``blocks``."""
     waits_s: list[float]
     alone_s: list[float]
-    """Seconds to compute what is not held."""
     ttfts_s: list[float]
     now_s: float
-    loads: dict[int, Load] = field(default_factory=dict)
-    """Loads by position."""
+    loads: dict[int, ServerLoad] = field(default_factory=dict)
 
-    def plan(self, at: int) -> Plan:
+    def plan(self, at: int) -> PromptPlan:
         held_tokens, wait_s = self.held[at], self.waits_s[at]
         load = self.loads.get(at)
         if load is None:
-            return Plan(held_tokens, held_tokens, 0, "", wait_s, 0.0, self.alone_s[at])
+            return PromptPlan(held_tokens, held_tokens, 0, "", wait_s, 0.0, self.alone_s[at])
         source, split, end = load.source.name, load.split_tokens, load.end_tokens
-        return Plan(held_tokens, split, end - split, source, wait_s, load.load_s, load.compute_s)
+        return PromptPlan(held_tokens, split, end - split, source, wait_s, load.load_s, load.compute_s)
 
 
 @runtime_checkable
 class PipelineCost(Protocol):
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Return the last part of a prefill's seconds, during which the first machine is free again."""
+        """Return the seconds during which the first machine is free again."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     prefill: int
-    """Ticket in the queue."""
-    plan: Plan
+    plan: PromptPlan
 
 
 class PrefillScheduler(Indexed, ABC):
-    """Base of the scorers of prefill servers. If ``cost`` is None, it is learnt from requests."""
+    """Base of the scorers of prefill servers; without ``cost`` it is learnt."""
 
     name = ""
 
@@ -192,12 +175,11 @@ class PrefillScheduler(Indexed, ABC):
         under_way_blocks: int = UNDER_WAY_BLOCKS,
     ) -> None:
         super().__init__(index, under_way_blocks)
-        self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self.speeds: ServerSpeeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
         self._pipeline = cost if isinstance(cost, PipelineCost) else None
         self._queues = native.PrefillQueues(overdue)
         self._sent: RequestNotes[_Sent] = RequestNotes()
         self._last: Estimates | None = None
-        """Estimates of the last ranked request, which ``routed`` books."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         estimates = self._last = self._estimate(request, servers, now_s)
@@ -211,14 +193,12 @@ class PrefillScheduler(Indexed, ABC):
         )
 
     @abstractmethod
-    def scores(self, estimates: Estimates) -> list[float]:
-        """Return a score per server; higher is better."""
+    def scores(self, estimates: Estimates) -> list[float]: ...
 
     def fetch(self, estimates: Estimates) -> None:
-        """Add loads, and the times to first token with them, to ``estimates``."""
+        """Add loads, and their times to first token."""
 
     def load_s(self, server: Server, now_s: float) -> float:
-        """Return the prefill backlog in seconds."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
@@ -239,7 +219,7 @@ class PrefillScheduler(Indexed, ABC):
         self.booked(last, at, now_s)
 
     def booked(self, estimates: Estimates, at: int, now_s: float) -> None:
-        """Record that the request of ``estimates`` was sent to the server at position ``at``."""
+        """Record that the request was sent to the server at ``at``."""
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self._sent.take(request, server)
@@ -282,8 +262,6 @@ def tokens_of(prompt: Prompt, blocks: int) -> int:
 
 
 class RandomServer(PrefillScheduler):
-    """Random choice: all servers tie, and the picker draws."""
-
     name = "random"
 
     def scores(self, estimates: Estimates) -> list[float]:
@@ -291,8 +269,6 @@ class RandomServer(PrefillScheduler):
 
 
 class LeastQueue(PrefillScheduler):
-    """Shortest queue, ignoring caches."""
-
     name = "load-balance"
 
     def scores(self, estimates: Estimates) -> list[float]:
@@ -300,7 +276,7 @@ class LeastQueue(PrefillScheduler):
 
 
 class CacheAware(PrefillScheduler):
-    """Shortest time to first token, with each server using only its own cache."""
+    """Shortest time to first token, by each server's own cache."""
 
     name = "cache-aware"
 

@@ -1,1 +1,1 @@
-"""Routing strategies, each in its own file; their contract is ``picker.Scorer``."""
+"""Routing strategies; their contract is ``picker.Scorer``."""

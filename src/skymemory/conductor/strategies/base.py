@@ -1,9 +1,4 @@
-"""Shared parts of routing strategies.
-
-Notes on sent requests, loads and their bound, the threshold of a match, hashes that are equal on every machine, and
-``Indexed``, the base of strategies with a prefix index. The contract of strategies is ``picker.Scorer``;
-``picker.Picker`` handles health, adapters, ties and requests in flight for all of them.
-"""
+"""Shared parts of routing strategies, and ``Indexed``, the base of strategies with a prefix index."""
 
 from __future__ import annotations
 
@@ -24,11 +19,11 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
 
 MOST_UNDER_WAY = 8192
-"""Limit of a prompt's blocks that count as held once it is sent."""
+"""Limit of blocks under way."""
 ANSWERING = 4096
-"""Limit of requests being answered whose estimate is remembered."""
+"""Limit of requests remembered until their answer ends."""
 BELIEVABLE = 0.5
-"""Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
+"""Share of the estimated blocks that a server must confirm.
 
 Smaller differences are meaningless, due to blocks of characters and the engine's own block size.
 """
@@ -36,15 +31,14 @@ Note = TypeVar("Note")
 
 
 class RequestNotes(Generic[Note]):
-    """Notes on sent requests, by request and server; repeated sends to the same server queue their notes.
+    """Notes on sent requests, by request and server; repeated sends queue their notes.
 
-    Requests are identified as objects (two equal requests may be in flight) and kept alive, so that ids are not reused.
+    Requests are kept alive, so that ids are not reused.
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[Request, Note]] = {}
         self._further: dict[tuple[int, int], list[Note]] = {}
-        """Notes of repeated sends; rare."""
 
     def __len__(self) -> int:
         return len(self._open) + sum(map(len, self._further.values()))
@@ -55,7 +49,6 @@ class RequestNotes(Generic[Note]):
             self._further.setdefault(key, []).append(note)
 
     def take(self, request: Request, server: Server) -> Note | None:
-        """Remove and return the note; None without a note, for example after ``forget``."""
         key = (id(request), server.slot)
         entry = self._open.pop(key, None)
         if entry is None:
@@ -73,16 +66,12 @@ class RequestNotes(Generic[Note]):
 
 
 Sent = tuple[int, int, Any]
-"""Record of a sent request: leading blocks by the index, ticket of the prompt under way (0: none), strategy's own note.
-
-A plain tuple, because every request creates it.
-"""
+"""Leading blocks by the index, ticket under way (0: none), strategy's own note."""
 STALE_S = 5.0
-"""Age from which a report is ignored."""
 
 
 def requests_at(server: Server, now_s: float) -> float:
-    """Return the requests at a server: the larger of the reported number, which includes other clients', and ours."""
+    """Return the requests at a server: reported, including other clients', or ours if more."""
     report = server.reported
     if report is None or now_s - report.at_s > STALE_S:
         return float(server.in_flight)
@@ -94,17 +83,15 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
 
 
 def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
-    """Rank by the fewest requests, whatever the prompt; ``reason`` explains why, if the strategy usually does not."""
+    """Rank by the fewest requests."""
     reasons = (reason,) if reason else ()
     return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
 
 def load_bound(loads: Sequence[float], factor: float) -> int:
-    """Return the number of requests that a server may have, including the new request: ``factor`` × the mean, rounded
-    up.
+    """Return the requests that a server may have, including the new request.
 
-    Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016). Rounded down,
-    none of eight servers could take a second request while a request is in flight.
+    Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016).
     """
     return math.ceil(factor * (sum(loads) + 1.0) / len(loads))
 
@@ -116,10 +103,7 @@ def check_factor(factor: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GainThreshold:
-    """Threshold of a match: more than ``tokens`` and more than ``ratio`` of the prompt must match; 0 disables either.
-
-    Below it only load counts (prefix-aware-routing: "only use prefix affinity if the expected gain is high enough").
-    """
+    """Threshold of a match, in tokens and in share of the prompt."""
 
     tokens: int = 0
     ratio: float = 0.0
@@ -150,7 +134,7 @@ _MASK = (1 << 64) - 1
 
 
 def hash_words(*words: bytes) -> int:
-    """Return a 64-bit hash of several words with their lengths, equal on every machine."""
+    """Return a 64-bit hash, equal on every machine."""
     state = blake2b(digest_size=8)
     for word in words:
         state.update(len(word).to_bytes(8, "little"))
@@ -164,7 +148,7 @@ def scope_of(request: Request) -> tuple[bytes, bytes, bytes]:
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix each value over 64 bits (the finaliser of splitmix64)."""
+    """Apply the finaliser of splitmix64."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
@@ -186,8 +170,8 @@ class NameHashes:
 class Indexed(Scorer):
     """Base of strategies with a prefix index.
 
-    A prompt counts as held by its server once it is sent: requests queued after it will find it cached. Until its first
-    byte it is *under way*, which a failure undoes; then the index learns it. (An index fed by events ignores that.)
+    A prompt counts as held once it is sent: requests queued after it will find it cached. Until its first byte it is
+    *under way*, which a failure undoes.
     """
 
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
@@ -197,19 +181,14 @@ class Indexed(Scorer):
         self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
         self._notes: RequestNotes[Sent] = RequestNotes()
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
-        """Believed blocks and last prompt block of requests being answered.
-
-        Some servers report cached tokens at the end. Most do not, so requests are not kept alive: the last block
-        detects a reused id.
-        """
+        """Believed blocks and last prompt block, which detects a reused id, of requests being answered."""
 
     def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
-        """Return the tokens of each number of leading blocks."""
         per_block, tokens = prompt.block_tokens, prompt.tokens
         return [min(tokens, int(count * per_block)) if count else 0 for count in blocks]
 
     def held_blocks(self, prompt: Prompt, servers: Sequence[Server]) -> list[int]:
-        """Return the leading blocks of the prompt that each server holds, by the index."""
+        """Return the leading blocks per server, by the index."""
         if not len(prompt.blocks):
             return [0] * len(servers)
         return self.index.match(prompt.blocks, [server.slot for server in servers])
@@ -217,7 +196,7 @@ class Indexed(Scorer):
     def matched_blocks(
         self, prompt: Prompt, servers: Sequence[Server], held: Sequence[int] | None = None
     ) -> Sequence[int]:
-        """Return ``held_blocks`` (``held``, if known), increased by the prompts under way to each server."""
+        """Return ``held_blocks``, with the prompts under way."""
         held = self.held_blocks(prompt, servers) if held is None else held
         if not len(prompt.blocks) or not len(self._under_way):
             return held
@@ -232,13 +211,13 @@ class Indexed(Scorer):
     # again afterwards.
 
     def record_sent(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
-        """Record that the request is sent to a server that holds ``believed`` of its blocks."""
+        """Record a request sent to a server that holds ``believed`` of its blocks."""
         blocks = request.prompt.blocks
         ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
         self._notes.add(request, server, (believed, ticket, estimated))
 
     def arrived(self, request: Request, server: Server) -> Sent | None:
-        """End the time under way of the prompt; return its record, if any."""
+        """End the prompt's time under way; return its record, if any."""
         sent = self._notes.take(request, server)
         if sent is not None:
             _, ticket, _ = sent
@@ -250,7 +229,7 @@ class Indexed(Scorer):
         self.learn(request, server, self.arrived(request, server), cached_tokens)
 
     def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
-        """Record that the server now holds the prompt; ``sent`` comes from ``arrived``."""
+        """Record that the server holds the prompt."""
         prompt = request.prompt
         blocks = prompt.blocks
         if not len(blocks):
@@ -289,7 +268,7 @@ class Indexed(Scorer):
         self.index.forget(server.slot)
 
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
-        """Drop the blocks of ``believed`` that the server lacked; return True if any were dropped."""
+        """Drop unconfirmed blocks; return True if any were dropped."""
         confirmed = int(cached_tokens / prompt.block_tokens)
         # One block more than reported is allowed, because engines recompute the last block of a fully cached prompt.
         return confirmed + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, confirmed) > 0

@@ -1,9 +1,7 @@
 """Block cost: blocks to prefill, less blocks held, plus blocks that the server's requests occupy.
 
-Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``): the least ``prefill_scale · max(0,
-(tokens being prefilled + prompt) / block − held) + blocks of all its requests and this one``; a shared block counts
-once. Dynamo uses its engines' events, or without them the requests that it sent. Differences: no queue in the router
-(Dynamo holds requests back when all servers are overloaded), and no credit for tiers.
+Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``). Differences: no queue in the router,
+no credit for tiers.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ class BlockCostSettings:
     overlap_credit: float = 1.0
     """Credit for a held block, 0 to 1."""
     blocks_per_server: int = 31_250
-    """Capacity if a server reports none."""
 
     def __post_init__(self) -> None:
         if self.prefill_scale < 0 or not 0 <= self.overlap_credit <= 1:
@@ -39,7 +36,6 @@ class BlockCost(Indexed):
         super().__init__(index)
         self.settings = settings or BlockCostSettings()
         self._kept: dict[int, Counter[int]] = {}
-        """Blocks of each slot's requests, with reference counts."""
         self._open: RequestNotes[bool] = RequestNotes()
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -88,7 +84,6 @@ class BlockCost(Indexed):
                 del references[block]
 
     def _blocks_with(self, slot: int, chain: Blocks) -> float:
-        """Return the number of distinct blocks of the slot's requests including this request."""
         references = self._kept.get(slot)
         if not references:
             return float(len(chain))

@@ -17,12 +17,10 @@ from skymemory.native.twin.ttft import delays_s
 
 
 class PrefillCost(Protocol):
-    def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Return the seconds on an idle machine if the first ``cached`` of ``tokens`` are cached."""
-        ...
+    def prefill_s(self, tokens: float, cached: float = 0) -> float: ...
 
 
-class Speeds(ABC):
+class ServerSpeeds(ABC):
     """Prefill times per server, learnt from first bytes and from the totals that engines report."""
 
     def __init__(self) -> None:
@@ -30,18 +28,16 @@ class Speeds(ABC):
 
     @abstractmethod
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
-        """Return the seconds of a prompt of ``tokens`` on each server, given the tokens cached there."""
+        """Return the seconds of a prompt per server, given its cached tokens."""
 
     @abstractmethod
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        """Record a measured prefill."""
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None: ...
 
     @abstractmethod
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
-        """Record the time of a prompt with its whole answer."""
+        """Record the time of a whole answer."""
 
     def read_reports(self, servers: Sequence[Server]) -> None:
-        """Observe the mean prefill since each engine's last report."""
         for server in servers:
             report = server.reported
             now = None if report is None else report.prefills
@@ -62,18 +58,17 @@ class Speeds(ABC):
         self._totals.pop(slot, None)
 
 
-class GivenSpeeds(Speeds):
-    """Cost model, corrected by a factor per server learnt from its prefills.
+class GivenSpeeds(ServerSpeeds):
+    """Cost model, corrected by a factor per server.
 
-    Similar servers share a factor. With individual factors no two idle servers would tie, and noise of a few
-    thousandths would send nearly all requests to the same server.
+    Similar servers share a factor: otherwise no idle servers would tie, and noise would send nearly all requests to the
+    same server.
     """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
     ALIKE = 0.1
-    """Relative deviation from the median within which servers share a factor."""
+    """Deviation from the median within which servers share a factor."""
     EVERY = 8
-    """Observations between comparisons of the servers."""
 
     def __init__(self, cost: PrefillCost) -> None:
         super().__init__()
@@ -125,19 +120,19 @@ class GivenSpeeds(Speeds):
 
 
 Line = tuple[float, float, float]
-"""Coefficients of a curve: fixed seconds, seconds per computed token, and ``bend`` (see ``LearnedSpeeds``)."""
+"""Fixed seconds, seconds per computed token, and ``bend``."""
 UNKNOWN: Line = (0.02, 1e-4, 0.0)
-"""Curve before any observation: 10,000 tokens per second. Until then only proportions matter."""
+"""Initial curve, in which only proportions matter."""
 _NO_LINE: Line = (math.nan, math.nan, math.nan)
 Point = tuple[float, float, float]
 """Prompt tokens, cached tokens, seconds."""
 
 
-class LearnedSpeeds(Speeds):
+class LearnedSpeeds(ServerSpeeds):
     """Curve per server through its latest observations, robust to outliers.
 
-    It has the shape of ``cost_model``: n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))``
-    seconds. A server with fewer than ``ENOUGH`` observations uses the curve of all servers.
+    n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))`` seconds. A server with fewer than
+    ``ENOUGH`` observations uses the common curve.
     """
 
     KEPT = 32
@@ -154,7 +149,7 @@ class LearnedSpeeds(Speeds):
         self._count = 0
         self.changes = 0
         self.curves = array("d", UNKNOWN)
-        """Curves for ``native.TtftRanker``: the common curve, then a curve per slot, NaNs if there is none."""
+        """Common curve, then a curve per slot, NaNs if there is none (``native.TtftRanker``)."""
 
     def line(self, slot: int) -> Line:
         return self._lines.get(slot, self._common)
@@ -231,17 +226,13 @@ class DelayPrice(native.DelayPrice):
     """Delay that a second of compute on a server causes to later requests.
 
     With arrivals at rate ``r`` and a busy share ``b``, a queue of ``w`` seconds delays later requests by ``r·w² / (2·(1
-    − b))`` seconds in total (the value function of such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware
-    dispatching problem with queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e /
-    2)``. ``weight`` is tuned for two deviations: later requests can go elsewhere, which lowers the cost, and errors of
-    estimated waits raise the value of caches.
+    − b))`` seconds in total (Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with
+    queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. ``weight`` is tuned.
 
-    Going elsewhere works while some server is free. If even the shortest queue ``q`` (in usual prefills) is long, work
-    delays later requests by about the same on any server: with the share ``q / (q + 1)`` the shortest queue replaces
-    the server's own, and the price rises (``CROWDED``).
+    If even the shortest queue ``q`` (in usual prefills) is long, work delays later requests alike on any server: with
+    the share ``q / (q + 1)`` the shortest queue replaces the server's own, and the price rises (``CROWDED``).
 
-    Rate and busy share (at most ``most_busy``) are measured over ``window_s``, in which a request's weight decays to
-    1/e; with little traffic the price is near 0.
+    Rate and busy share (at most ``most_busy``) are measured with exponential weights over ``window_s``.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -253,8 +244,5 @@ class DelayPrice(native.DelayPrice):
         super().__init__(weight, window_s, most_busy)
 
     def delays_s(self, waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, now_s: float) -> list[float]:
-        """Return the total delay of later requests if this work is appended to each server's queue.
-
-        ``usual_s`` is the usual duration of a prefill.
-        """
+        """Return the delay of later requests by this work on each server."""
         return delays_s(waits_s, works_s, usual_s, self.rate(len(waits_s), now_s))

@@ -1,9 +1,7 @@
 """Hash trie: a tree of blocks, each with the set of servers that served it.
 
-Source: vLLM production-stack's prefix router, second of its two methods (chunks of 128 characters, a random server of
-those at the deepest node). If all prompts share their first chunk, it sends everything to the first server, however
-long its queue. Differences: servers over the load bound are skipped, then shorter matches count, then load; a match
-must reach a threshold; the tree is bounded and evicts leaves first; what a failed request taught is undone.
+Source: vLLM production-stack's prefix router, second of its two methods. Differences: servers over the load bound are
+skipped; a match must reach a threshold; the tree is bounded; a failed request is undone.
 """
 
 from __future__ import annotations
@@ -49,12 +47,8 @@ class HashTrie(Scorer):
         self.settings = settings or HashTrieSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
         self._sets: OrderedDict[int, int] = OrderedDict()
-        """Servers (as bits) by the chained hash of a block, least recently used first.
-
-        Chained hashes flatten the tree: a node's key determines its path.
-        """
+        """Servers (as bits) by chained hash, least recently used first."""
         self._held: RequestNotes[int] = RequestNotes()
-        """Leading blocks that the server held when a request was sent."""
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -119,11 +113,9 @@ class HashTrie(Scorer):
 
 
 def depths(sets: Mapping[int, int], blocks: NDArray[np.uint64]) -> dict[int, int]:
-    """Return the number of leading blocks of the chain that each slot holds, if any; ``sets`` has slots, as bits, by
-    hash.
+    """Return the leading blocks that each slot holds; ``sets`` has slots, as bits, by hash.
 
-    A slot that holds a block holds all blocks before it, so the sets shrink along a chain: bisection finds each change
-    in about ten lookups for a prompt of 512 blocks.
+    A slot that holds a block holds all blocks before it, so bisection finds each change.
     """
     depth_of: dict[int, int] = {}
     hash_at, count = blocks.item, len(blocks)

@@ -1,13 +1,10 @@
 """Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL).
 
-SimHash: prompts that share most of their blocks go to the same server, in any order of the blocks. Source: vLLM
-production-stack's prefix router, first of its two methods. It hashes the 64-bit signature again onto its ring, which
-loses the similarity. Here a prompt goes to the server of the nearest signature, if that is near enough and the server
-is not overloaded; otherwise to the least load.
+SimHash: the server of the nearest signature, if it is near enough and not overloaded. Source: vLLM production-stack's
+prefix router, first of its two methods; it hashes the signature again, which loses the similarity.
 
-CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer: the hash of the adapter and the first 100
-characters, 256 virtual nodes per server, clockwise to a server with at most 1.25 × the mean load. Differences: the
-bound is rounded up (``load_bound``), salt and model are hashed too, and prefixes below the threshold are ignored.
+CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer (first 100 characters, 256 virtual nodes, at most
+1.25 × the mean load). Differences: the bound is rounded up, salt and model are hashed too, and a threshold.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ _SET_BITS = (
 @dataclass(frozen=True, slots=True)
 class SimHashSettings:
     near_bits: int = 12
-    """Largest distance of a similar prompt; unrelated prompts differ in 32 ± 4 bits."""
+    """Largest distance; unrelated prompts differ in 32 ± 4 bits."""
     remembered: int = 256
     load_factor: float = 1.25
     min_match_tokens: int = 0
@@ -59,11 +56,7 @@ class SimHashSettings:
 
 
 def signature_of(pieces: NDArray[np.uint64]) -> int:
-    """Return the SimHash: each of 64 bits is set if it is set in more than half of ``pieces`` (Charikar, equal
-    weights).
-
-    Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated signatures.
-    """
+    """Return the SimHash: bits set in more than half of ``pieces`` (Charikar, equal weights)."""
     # A row of 64 bits per piece; the sum of a column counts the pieces with that bit.
     bits = np.unpackbits(pieces.view(np.uint8).reshape(len(pieces), 8), axis=1)
     counts = np.add.reduce(bits, axis=0, dtype=np.uint32)
@@ -81,7 +74,7 @@ def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
 
 
 def similarity(bits: float) -> float:
-    """Return the cosine of the angle between two prompts, as sets of pieces, whose signatures differ in ``bits``."""
+    """Return the cosine of two prompts whose signatures differ in ``bits``."""
     # A share angle/π of random hyperplanes separates two vectors (Charikar, 2002), so the angle is π · bits / 64.
     return max(0.0, cos(pi * bits / BITS))
 
@@ -93,9 +86,8 @@ class NearestSignature(Scorer):
         self.settings = settings or SimHashSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
         self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
-        """Ring of the latest signatures per slot, initially filled with the first signature."""
+        """Latest signatures per slot, initially the first repeated."""
         self._count: list[int] = []
-        """Number of signatures written to each slot's ring."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
@@ -141,7 +133,7 @@ class NearestSignature(Scorer):
             self._count[server.slot] = 0
 
     def _nearest(self, signature: int, servers: Sequence[Server]) -> list[int]:
-        """Return the distance to the nearest signature that each server served; ``BITS`` without any."""
+        """Return each server's nearest distance; ``BITS`` without any."""
         counts = self._count
         slots = [server.slot if server.slot < len(counts) and counts[server.slot] else -1 for server in servers]
         known = [slot for slot in slots if slot >= 0]
@@ -158,7 +150,6 @@ class NearestSignature(Scorer):
 
 
 BYTES_PER_TOKEN = 4
-"""Average of text, to estimate the tokens of a hashed beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +169,7 @@ class ChwblSettings:
 
 
 class BoundedRing(Scorer):
-    """Consistent hashing: the first server clockwise of the prompt's hash that is not overloaded; the next are
-    fallbacks.
-    """
+    """Consistent hashing with bounded loads."""
 
     name = "chwbl"
 
@@ -231,7 +220,7 @@ class BoundedRing(Scorer):
         return order
 
     def _build(self, names: frozenset[str]) -> None:
-        """Build the ring of all servers ranked so far; a walk skips the servers not ranked now."""
+        """Build the ring of all servers ranked so far."""
         ordered = sorted(names)
         # Points of a server depend on its name only, so that all routers build the same ring.
         nodes = np.arange(self.settings.virtual_nodes, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

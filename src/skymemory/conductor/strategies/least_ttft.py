@@ -1,13 +1,8 @@
 """Least estimated time to first token (the default): wait in the server's queue plus compute of the uncached part.
 
-Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both measured in seconds, so
-they need no weights. A hot prefix is computed on another server once the wait for its own server takes longer, so it
-replicates by itself. In addition:
-
-- the delay that a request causes to later requests is added (``DelayPrice``);
-- no server gets more than its share of recent requests, whatever its cache saves (``guard_…``);
-- prefill times come from a cost model or are learnt from first bytes (``Speeds``);
-- blocks that events report outside the GPU's memory cost their loading (``Loads``).
+Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both seconds, so they need no
+weights, and hot prefixes replicate by themselves. It adds the delay of later requests (``DelayPrice``), a limit on each
+server's share of recent requests (``guard_…``), and the loading of blocks outside the GPU's memory (``LoadingCosts``).
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.base import GainThreshold, Indexed, RequestNotes
-from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
+from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, SET_BACK_S
 
@@ -35,34 +30,26 @@ _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of c
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
     delay_weight: float = 1.5
-    """Weight of the delay of later requests (``DelayPrice``); 0: only the request's own time counts."""
+    """Weight of ``DelayPrice``."""
     overdue: float = 0.1
-    """Remaining time of a prefill that exceeds its estimate, as a share of its time so far."""
+    """Remaining time of an overdue prefill, as a share of its time so far."""
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
     guard_limit: float = 4.0
-    """Limit of a server's recent requests, relative to the mean; infinite: no limit."""
+    """Limit of recent requests, relative to the mean."""
     guard_window_s: float = 60.0
     guard_requests: int = 80
-    """Number of requests in the window below which no server is limited."""
+    """Requests below which no server is limited."""
     guard_mean: float = 5.0
-    """Mean requests per server below which no server is limited.
-
-    Above 16 servers it exceeds ``guard_requests``: with 80 requests to 64 servers each could get two, and conversations
-    would change servers.
-    """
+    """Mean requests per server below which no server is limited."""
     blocks_per_server: int = 31_250
-    """Capacity if a server reports none."""
     events: bool = False
-    """True if the engines' KV events feed the index, instead of the requests sent."""
     block_tokens: int = 16
-    """Tokens per block of the engines, with ``events``."""
     cpu_load_s: float = 0.0
-    """Seconds to load a block from host memory, with ``events``; 0: a fifth of computing it."""
+    """Seconds per block with ``events``; 0: a fifth of computing it."""
     disk_load_s: float = 0.0
-    """Seconds to load a block from disk; 0: three quarters of computing it."""
+    """Seconds per block; 0: three quarters of computing it."""
     remote_load_s: float = 0.0
-    """Seconds to load a block from another machine; 0: three quarters of computing it."""
 
     def __post_init__(self) -> None:
         for name in ("cpu_load_s", "disk_load_s", "remote_load_s"):
@@ -82,13 +69,13 @@ class LeastTtftSettings:
         return {CPU: self.cpu_load_s, DISK: self.disk_load_s, REMOTE: self.remote_load_s}
 
 
-def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
-    """Return the cached tokens, less the equivalent of loading them."""
+def saved_tokens(prompt: Prompt, cached: int, load: CacheLoading) -> int:
+    """Return the cached tokens, less those that loading costs."""
     return cached if load is NOTHING else max(0, cached - round(load.blocks * prompt.block_tokens))
 
 
 class _Ranked(Ranking):
-    """Packed result of ``native.TtftRanker``, decoded on access."""
+    """Packed result of ``native.TtftRanker``."""
 
     __slots__ = ("_best", "figures")
     packed: bytes
@@ -131,14 +118,10 @@ class _Ranked(Ranking):
 
 _figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
 _score_at = struct.Struct("=d").unpack_from
-_Estimated = tuple[int, int, float, float, "Load"]
-"""Estimates of a sent request, as a plain tuple, because every request creates it.
-
-Ticket of the prefill in the queue, cached tokens, time of sending, seconds of wait until its prefill, and loading of
-the cached part.
-"""
+_Estimated = tuple[int, int, float, float, "CacheLoading"]
+"""Ticket of the prefill, cached tokens, time of sending, seconds of wait, loading."""
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
-"""Ranked request, its servers, their figures, the best match if below the threshold, and the count of changes then."""
+"""Request, servers, figures, best match if below the threshold, count of changes."""
 
 
 # Calls during the life of a request, and what each records:
@@ -155,7 +138,7 @@ _Last = tuple[Request, Sequence[Server], bytes, int, int]
 
 
 class LeastTtft(Indexed):
-    """Least-TTFT strategy; see the module. ``cost`` applies to every server; None: learnt per server."""
+    """Least-TTFT strategy. ``cost``: of all servers; None: learnt per server."""
 
     name = "least-ttft"
 
@@ -164,8 +147,8 @@ class LeastTtft(Indexed):
     ) -> None:
         super().__init__(index)
         self.settings = settings = settings or LeastTtftSettings()
-        self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
-        self._loads = Loads(index, settings.load_s()) if isinstance(index, PreciseIndex) else None
+        self.speeds: ServerSpeeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self._loads = LoadingCosts(index, settings.load_s()) if isinstance(index, PreciseIndex) else None
         self._gain = GainThreshold(settings.min_match_tokens, settings.min_match_ratio)
         self._guard = native.ShareGuard(
             settings.guard_limit, settings.guard_window_s, settings.guard_requests, settings.guard_mean
@@ -179,12 +162,10 @@ class LeastTtft(Indexed):
         self._last: _Last | None = None
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
-        """True if a subclass overrides the ranker's estimates."""
         self._whole: RequestNotes[_Estimated] = RequestNotes()
-        """Requests that are not streamed, until they end."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """Rank in a native call if times are learnt and nothing is loaded, else in parts, with the same result."""
+        """Rank in a native call if times are learnt and nothing is loaded, else in parts."""
         speeds = self.speeds
         if self._overridden or type(speeds) is not LearnedSpeeds or (self._loads is not None and self._loads.any):
             return self._rank_by_parts(request, servers, now_s)
@@ -237,31 +218,27 @@ class LeastTtft(Indexed):
         return Ranking(scores, matched, ttfts, reasons, weights, estimated_compute_s=prefills)
 
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
-        """Return the reasons; ``unworthy`` is a best match below the threshold, in tokens, else 0."""
+        """Return the reasons; ``unworthy``: tokens of a best match below the threshold."""
         reasons = [self._gain.why_not(unworthy, prompt.tokens)] if unworthy else []
         if held_back:
             names = ", ".join(server.name for server in held_back)
             reasons.append(f"skipped, with {self.settings.guard_limit:g} × the mean of recent requests: {names}")
         return tuple(reasons)
 
-    def loads(self, prompt: Prompt, slots: Sequence[int]) -> list[Load]:
-        """Return the cost per server of loading its blocks; empty if all are in GPU memory."""
+    def loads(self, prompt: Prompt, slots: Sequence[int]) -> list[CacheLoading]:
+        """Return the loading costs per server; empty if nothing is loaded."""
         if self._loads is None or not len(prompt.blocks) or not self._loads.any:
             return []
         return self._loads.of(prompt.blocks, slots, self._under_way.depths(prompt.blocks, slots))
 
     def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
-        """Return the estimated compute seconds of ``request`` per server, given its cached tokens.
-
-        A simulator overrides this and ``waits_s`` to add errors; otherwise its estimates would be exact.
-        """
+        """Return compute seconds per server; a simulator overrides this and ``waits_s`` to add errors."""
         return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
 
     def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:
         return self._queues.waits_s(servers, now_s)
 
     def queue_s(self, server: Server, now_s: float) -> float:
-        """Return the estimated seconds of the prefills sent to a server that are not done."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
@@ -289,7 +266,7 @@ class LeastTtft(Indexed):
         self._guard.sent(slot, now_s)
 
     def _take_ranked_figures(self, request: Request, server: Server) -> tuple[int, int, float] | None:
-        """Return held blocks, saved tokens and compute seconds from the ranking; None if anything changed since."""
+        """Return held blocks, saved tokens and compute seconds; None if anything changed since the ranking."""
         last, table, speeds = self._last, self._table, self.speeds
         if last is None or table is None or type(speeds) is not LearnedSpeeds:
             return None
@@ -304,7 +281,7 @@ class LeastTtft(Indexed):
         return (held_blocks, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
 
     def _changes(self, table: native.PrefixTable, speeds: LearnedSpeeds) -> int:
-        """Return a sum of growing counters: equal only if nothing that the ranking depends on has changed."""
+        """Return a sum of growing counters, equal only if no input of the ranking changed."""
         return table.changes() + self._under_way.changes() + speeds.changes
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
@@ -354,7 +331,7 @@ class LeastTtft(Indexed):
         self._last = None
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:
-        """Penalise servers above their share, from the best down, until a server within its share leads."""
+        """Penalise servers above their share until another leads."""
         # The penalty keeps their order: if all are above their share, the ranking does not change.
         held_back: list[int] = []
         while len(held_back) < len(slots):
@@ -373,31 +350,29 @@ class LeastTtft(Indexed):
 
 
 COMPUTED: Mapping[str, float] = MappingProxyType({CPU: 0.2, DISK: 0.75, REMOTE: 0.75, OTHER: 1.0})
-"""Cost of loading a block relative to computing it, by medium, for media without given seconds.
+"""Cost of loading a block relative to computing it, by medium.
 
-A fifth from host memory (llm-d gives such a block 0.8, ``llm-d-kv-cache-manager/pkg/kvcache/backend.go``), three
-quarters from disk or another machine (Dynamo gives it 0.25, ``disk_cache_hit_weight``), the full cost from an unknown
-medium.
+As in llm-d (``llm-d-kv-cache-manager/pkg/kvcache/backend.go``) and Dynamo (``disk_cache_hit_weight``).
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Cost of loading a prompt's blocks into the GPU's memory: the sum of both fields."""
+class CacheLoading:
+    """Cost of loading: the sum of both fields."""
 
     blocks: float = 0.0
-    """Equivalent number of blocks to compute."""
+    """Equivalent in blocks to compute."""
     seconds: float = 0.0
 
-    def part(self, part: float) -> Load:
-        return self if part >= 1 else Load(self.blocks * part, self.seconds * part)
+    def part(self, part: float) -> CacheLoading:
+        return self if part >= 1 else CacheLoading(self.blocks * part, self.seconds * part)
 
 
-NOTHING = Load()
+NOTHING = CacheLoading()
 
 
-class Loads:
-    """Loading costs by an index with media. ``load_s``: seconds per block by medium; 0: unknown."""
+class LoadingCosts:
+    """Loading costs by an index with media; ``load_s`` is per block."""
 
     def __init__(self, index: PreciseIndex, load_s: Mapping[str, float]) -> None:
         self._index = index
@@ -406,20 +381,19 @@ class Loads:
 
     @property
     def any(self) -> bool:
-        """True if any block was reported outside the GPU's memory."""
         return self._index.beyond_gpu
 
-    def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[Load]:
-        """Return the costs per slot. ``under_way`` has the leading blocks of prompts under way; may be empty."""
+    def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[CacheLoading]:
+        """Return the costs per slot; ``under_way`` has leading blocks or nothing."""
         loads = self._costs(blocks, slots)
         # Blocks under way will be in the GPU's memory when this prompt's turn comes: they cost nothing.
         for at, depth in enumerate(under_way):
             if depth and loads[at] is not NOTHING:
                 (free,) = self._costs(blocks[:depth], slots[at : at + 1])
-                loads[at] = Load(loads[at].blocks - free.blocks, loads[at].seconds - free.seconds)
+                loads[at] = CacheLoading(loads[at].blocks - free.blocks, loads[at].seconds - free.seconds)
         return loads
 
-    def _costs(self, blocks: Blocks, slots: Sequence[int]) -> list[Load]:
+    def _costs(self, blocks: Blocks, slots: Sequence[int]) -> list[CacheLoading]:
         counts = self._index.costs(blocks, slots, self._blocks)
         seconds = self._index.costs(blocks, slots, self._seconds) if self._seconds else [0.0] * len(counts)
-        return [Load(*parts) if any(parts) else NOTHING for parts in zip(counts, seconds, strict=True)]
+        return [CacheLoading(*parts) if any(parts) else NOTHING for parts in zip(counts, seconds, strict=True)]

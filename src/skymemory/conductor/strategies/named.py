@@ -16,7 +16,7 @@ from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettin
 from skymemory.conductor.strategies.sglang import LMetric, LMetricSettings, Radix, RadixSettings
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin, SessionAffinity, SessionSettings
 from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise, PreciseSettings
-from skymemory.config import Entry, NoSettings, Registry
+from skymemory.config import NoSettings, Registry, RegistryEntry
 from skymemory.errors import InvalidInput
 
 Build = Callable[[Any, PrefixIndex | None, PrefillCost | None], Scorer]
@@ -47,77 +47,75 @@ def _least_ttft(settings: LeastTtftSettings, index: PrefixIndex | None, cost: Pr
 STRATEGIES: Registry[Build] = Registry(
     "routing strategy",
     {
-        "least-ttft": Entry(
+        "least-ttft": RegistryEntry(
             "the least estimated time to first token: queue plus compute of the uncached part",
             LeastTtftSettings,
             _least_ttft,
         ),
-        "approximate": Entry(
+        "approximate": RegistryEntry(
             "queue, KV use and matched prefix, weighted 2:2:3, by requests sent (the endpoint picker's)",
             ApproximateSettings,
             _approximate,
         ),
-        "precise": Entry(
+        "precise": RegistryEntry(
             "queue, KV use and matched prefix, weighted 2:2:3, by the engines' KV events (llm-d's)",
             PreciseSettings,
             _precise,
         ),
-        "radix": Entry(
+        "radix": RegistryEntry(
             "load first when it differs much, else the longest match over 0.3, else least load (SGLang's)",
             RadixSettings,
             _radix,
         ),
-        "lmetric": Entry(
+        "lmetric": RegistryEntry(
             "the least product of tokens to compute and requests there (SGLang's LMetric)",
             LMetricSettings,
             lambda settings, index, cost: LMetric(index or ApproximatePrefixIndex(settings.blocks_per_server)),
         ),
-        "block-cost": Entry(
+        "block-cost": RegistryEntry(
             "the fewest blocks to prefill, less those held, and kept by its requests (Dynamo's)",
             BlockCostSettings,
             lambda settings, index, cost: BlockCost(
                 index or ApproximatePrefixIndex(settings.blocks_per_server), settings
             ),
         ),
-        "hash-trie": Entry(
+        "hash-trie": RegistryEntry(
             "one of the servers that served the longest match, in a tree of blocks (production-stack's)",
             HashTrieSettings,
             lambda settings, index, cost: HashTrie(settings),
         ),
-        "simhash": Entry(
+        "simhash": RegistryEntry(
             "where the most similar prompt was served (production-stack's, with nearness kept)",
             SimHashSettings,
             lambda settings, index, cost: NearestSignature(settings),
         ),
-        "chwbl": Entry(
+        "chwbl": RegistryEntry(
             "consistent hashing of the first 100 characters, with bounded loads (KubeAI's)",
             ChwblSettings,
             lambda settings, index, cost: BoundedRing(settings),
         ),
-        "session": Entry(
+        "session": RegistryEntry(
             "one server per session, least load without one",
             SessionSettings,
             lambda settings, index, cost: SessionAffinity(settings),
         ),
-        "least-load": Entry("the fewest requests", NoSettings, lambda settings, index, cost: LeastLoad()),
-        "round-robin": Entry("round robin", NoSettings, lambda settings, index, cost: RoundRobin()),
-        "random": Entry("random, seeded", NoSettings, lambda settings, index, cost: RandomChoice()),
+        "least-load": RegistryEntry("the fewest requests", NoSettings, lambda settings, index, cost: LeastLoad()),
+        "round-robin": RegistryEntry("round robin", NoSettings, lambda settings, index, cost: RoundRobin()),
+        "random": RegistryEntry("random, seeded", NoSettings, lambda settings, index, cost: RandomChoice()),
     },
 )
 NAMES = tuple(STRATEGIES)
 DEFAULT = "least-ttft"
 ESTIMATES = ("least-ttft",)
-"""Strategies that estimate the time to first token, which admission needs."""
+"""Strategies that admission can use."""
 
 
 def named(
     name: str = DEFAULT, *, index: PrefixIndex | None = None, cost: PrefillCost | None = None, **options: object
 ) -> Scorer:
-    """Return the strategy named ``name``. Option values may be text, as from flags.
-
-    ``index`` replaces the strategy's own index. ``cost`` is the cost of a prefill, for ``least-ttft``; None: learnt.
+    """Return a strategy; option values may be text. ``cost`` is for ``least-ttft``; None: learnt.
 
     Raises:
-        InvalidInput: unknown strategy or option (with a suggestion), or an invalid value.
+        InvalidInput: unknown strategy or option, or an invalid value.
     """
     return STRATEGIES.entry(name).build(STRATEGIES.settings(name, options), index, cost)

@@ -1,16 +1,10 @@
-"""SGLang's two policies over a prefix index: ``radix`` (``cache_aware``) and ``lmetric``.
+"""SGLang's two policies over a prefix index of blocks: ``radix`` (``cache_aware``) and ``lmetric``.
 
-Radix: load first if servers differ much, else the longest match, else least load. Source: SGLang's router, policy
-``cache_aware``: a tree of request history with a bounded, least-recently-used share per server. Load decides if max −
-min > 64 requests and max > 1.5 × min; otherwise the longest match if it is more than 0.3 of the prompt, else least
-load. Differences: among equal matches the least loaded server wins; failed requests are undone.
+Radix, from SGLang's router: load decides if max − min > 64 requests and max > 1.5 × min; otherwise the longest match
+over 0.3 of the prompt, else least load. Differences: of equal matches the least load; failed requests are undone.
 
-LMetric: the least product of tokens to compute and requests at the server. Source: SGLang's model gateway, policy
-``lmetric`` (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"): the least ``(prompt − matched) ·
-(requests there + 1)``, then the fewest requests. No weights. Difference: the tree is bounded by the capacity of the
-server's cache.
-
-Both trees have blocks here, not characters.
+LMetric, from its model gateway (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"): the least
+``(prompt − matched) · (requests there + 1)``. Difference: the tree is bounded by the server's capacity.
 """
 
 from __future__ import annotations
@@ -28,12 +22,11 @@ from skymemory.errors import InvalidInput
 @dataclass(frozen=True, slots=True)
 class RadixSettings:
     balance_absolute: float = 64.0
-    """Difference of requests between servers above which load decides, together with ``balance_relative``."""
+    """Difference of requests above which load decides."""
     balance_relative: float = 1.5
     min_match_tokens: int = 0
     min_match_ratio: float = 0.3
     blocks_per_server: int = 31_250
-    """Capacity if a server reports none."""
 
     def __post_init__(self) -> None:
         if self.balance_absolute < 0 or self.balance_relative < 1:
@@ -70,13 +63,12 @@ class Radix(Indexed):
 
 
 _TIE = 1e-6
-"""Weight of a request among equal products, which are whole numbers."""
+"""Weight of requests among equal products."""
 
 
 @dataclass(frozen=True, slots=True)
 class LMetricSettings:
     blocks_per_server: int = 31_250
-    """Capacity if a server reports none."""
 
 
 class LMetric(Indexed):

@@ -21,8 +21,6 @@ from skymemory.conductor.strategies.base import (
 
 
 class RandomChoice(Scorer):
-    """Random choice: all servers tie, and the picker draws."""
-
     name = "random"
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -50,8 +48,6 @@ class RoundRobin(Scorer):
 
 
 class LeastLoad(Scorer):
-    """Least load: the server with the fewest requests, by the larger of ours in flight and the reported number."""
-
     name = "least-load"
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -61,18 +57,16 @@ class LeastLoad(Scorer):
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     load_factor: float = 2.0
-    """Multiple of the mean number of requests above which a session avoids its server."""
+    """Multiple of the mean load above which a session avoids its server."""
 
     def __post_init__(self) -> None:
         check_factor(self.load_factor)
 
 
 class SessionAffinity(Scorer):
-    """Session affinity: the server whose hash with the session is highest, unless overloaded; without a session, least
-    load.
+    """Session affinity by rendezvous hashing, unless overloaded; without a session, least load.
 
-    Source: prefix-aware-routing ("session affinity"). Rendezvous hashing keeps no state per session, and a server that
-    leaves or joins moves only its own share of sessions.
+    Source: prefix-aware-routing. A server that leaves or joins moves only its own sessions.
     """
 
     name = "session"

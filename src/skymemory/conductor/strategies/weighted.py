@@ -1,15 +1,11 @@
 """``approximate`` and ``precise``: a weighted sum of queue, KV cache usage and matched prefix.
 
-Source: the Gateway API inference extension's endpoint picker: prefix matched / total with weight 3, queue and KV use
-with weight 2 each; its queue scorer gives 1 to the shortest queue and 0 to the longest, its KV scorer is 1 − use.
-Differences: the index counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported
-capacities; requests sent since a server's report count; a server without a report counts as average, not as empty. The
-prefix is never normalised by the best server: a single matched block would then weigh as much as a whole prompt.
+Source: the Gateway API inference extension's endpoint picker, with weights 2, 2 and 3. Differences: the index counts
+contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported capacities; requests sent
+since a report count; a server without a report counts as average.
 
-``precise`` uses an index fed by the engines' events. Source: llm-d's precise prefix cache scorer. A block in the GPU's
-memory has weight 1, in host memory 0.8, farther away less, by its best medium. A server with lost events holds nothing
-until they are replayed. As in llm-d, a sent prompt can count as held for a while (``speculative_s``; off by default
-there, 2 s if switched on).
+``precise`` uses an index fed by events. Source: llm-d's precise prefix cache scorer. As there, a sent prompt can count
+as held for a while.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ class WeightedSettings:
 @dataclass(frozen=True, slots=True)
 class ApproximateSettings(WeightedSettings):
     blocks_per_server: int = 31_250
-    """Capacity if a server reports none."""
     max_match_blocks: int = 256
     """Limit of matched blocks per prompt; 0: all."""
 
@@ -58,7 +53,6 @@ class Approximate(Indexed):
         super().__init__(index, under_way_blocks)
         self.settings = settings or ApproximateSettings()
         self._since: dict[int, tuple[float, int]] = {}
-        """Time of each slot's latest report, and number of requests sent since."""
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -84,7 +78,7 @@ class Approximate(Indexed):
         return Ranking(scores, matched, reasons=reasons, weights=weights)
 
     def get_held_tokens(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
-        """Return the tokens of the prompt that each server holds, and their weighted share of the prompt, 0 to 1."""
+        """Return the tokens that each server holds, and their weighted share, 0 to 1."""
         matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
         return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
 
@@ -119,17 +113,15 @@ class Approximate(Indexed):
 
 
 MOST_BLOCKS = 8192
-"""Limit of a sent prompt's blocks that count as held."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreciseSettings(WeightedSettings):
     block_tokens: int = 16
-    """Tokens per block of the engines and the prompts."""
     speculative_s: float = 0.0
     """Time for which a sent prompt counts as held; 0: only events count."""
     gpu_weight: float = WEIGHTS[GPU]
-    """Weight of a block by its medium (llm-d's ``kvCacheBackendConfigs``)."""
+    """Weight by medium (llm-d's ``kvCacheBackendConfigs``)."""
     cpu_weight: float = WEIGHTS[CPU]
     disk_weight: float = WEIGHTS[DISK]
     remote_weight: float = WEIGHTS[REMOTE]
@@ -158,7 +150,7 @@ class Precise(Approximate):
         self._speculative_s = settings.speculative_s
         self._speculative = under_way(MOST_BLOCKS, index.secret)
         self._until: OrderedDict[tuple[int, int], tuple[float, Request, int]] = OrderedDict()
-        """Sent prompts by id of the request and slot, in order of expiry."""
+        """Sent prompts by request id and slot, in order of expiry."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         # All prompts count for the same time, so they expire in the order in which they were sent.

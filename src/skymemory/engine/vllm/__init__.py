@@ -9,8 +9,8 @@ NAME = "SkyMemoryConnector"
 
 
 def register() -> None:
-    """Register the connector under the name by which ``MultiConnector`` looks up its children. vLLM calls this in each
-    of its processes (entry point ``vllm.general_plugins``); importing the connector by module path calls it, too.
+    """Register the connector under the name by which ``MultiConnector`` finds it. vLLM calls this in each of its
+    processes (entry point ``vllm.general_plugins``).
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -19,7 +19,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``SkyMemoryConnector`` or ``CakeScheduler`` on request: all other modules run without vLLM."""
+    """Import the connector on request: other modules run without vLLM."""
     if name in ("SkyMemoryConnector", "CakeScheduler"):
         from skymemory.engine.vllm import connector
 

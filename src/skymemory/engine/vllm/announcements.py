@@ -1,9 +1,7 @@
 """Store events: which of vLLM's blocks the store has, for routers that follow vLLM's KV events (``take_events``).
 
-An event names a block by vLLM's hash, without its tokens: vLLM announced them when the block came into GPU memory, as
-its offloading connector's events also assume. A block is announced when all ranks have stored it or when it was loaded,
-and withdrawn when a lookup finds that the store has lost it. The store is shared and evicts on its own: only the engine
-that looks up an evicted block learns of it.
+An event names a block by vLLM's hash. It is announced when all ranks have stored it or when it was loaded, and
+withdrawn when a lookup misses it: the shared store evicts on its own.
 """
 
 from __future__ import annotations
@@ -13,22 +11,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _KEPT = 1 << 16
-"""Maximum number of announced values; the oldest is withdrawn first."""
+"""Limit of announced values; the oldest is withdrawn."""
 
 
 class Announced(NamedTuple):
     stored: bool
-    """True if stored, False if withdrawn."""
+    """False: withdrawn."""
     names: list[bytes]
 
 
 class Announcements:
-    """Announcements of an engine's first part. Not thread-safe: vLLM's scheduler is a single thread."""
+    """Announcements of the first part. Not thread-safe: vLLM's scheduler is a single thread."""
 
     def __init__(self, ranks: int, kept: int = _KEPT) -> None:
         self._ranks, self._kept = ranks, kept
         self._saving: OrderedDict[bytes, tuple[Sequence[bytes], int]] = OrderedDict()
-        """Values being saved: the names of the value's blocks, and the number of ranks that have saved it."""
         self._stored: OrderedDict[bytes, Sequence[bytes]] = OrderedDict()
         self._events: list[Announced] = []
 
@@ -39,7 +36,6 @@ class Announcements:
             self._saving.popitem(last=False)
 
     def saved(self, keys: Sequence[bytes]) -> None:
-        """Count a rank that stored the values, and announce them when all ranks have."""
         for key in keys:
             names, ranks = self._saving.get(key, ((), 0))
             if names and ranks + 1 < self._ranks:
@@ -53,12 +49,11 @@ class Announcements:
             self._saving.pop(key, None)
 
     def loaded(self, key: bytes, names: Sequence[bytes]) -> None:
-        """Announce a value again: vLLM may have reported that all blocks are gone, and meant only its own cache."""
+        """Announce a value again: vLLM may have withdrawn all blocks, and meant only its own cache."""
         self._stored.pop(key, None)
         self.stored(key, names)
 
     def stored(self, key: bytes, names: Sequence[bytes]) -> None:
-        """Announce a value unless it is announced."""
         if key not in self._stored:
             self._say(True, names)
         self._stored[key] = names
@@ -72,7 +67,7 @@ class Announcements:
                 self._say(False, names)
 
     def clear(self) -> None:
-        """Withdraw all values after a cache reset: the stored values belong to other weights."""
+        """Withdraw all values after a reset: they belong to other weights."""
         self._saving.clear()
         self.lost(list(self._stored))
 

@@ -4,8 +4,7 @@
       "kv_connector_module_path": "skymemory.engine.vllm", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "unix:///run/sky.sock"}}'
 
-vLLM creates a connector in its scheduler and another in each worker, in separate processes. This class only connects:
-``scheduler`` decides, ``worker`` executes.
+vLLM creates a connector in its scheduler (``scheduler`` decides) and in each worker (``worker`` executes).
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from skymemory.engine.vllm import register
 from skymemory.engine.vllm.announcements import Announced, Announcements
 from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of, states_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, block_bytes_of, context_of, layout_of
-from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
+from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Shape, StepPlan, WorkerOutcome, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
-from skymemory.engine.vllm.settings import TESTED_VERSIONS, Settings, check_engine, is_tested, parts_of
+from skymemory.engine.vllm.settings import TESTED_VERSIONS, ConnectorSettings, check_engine, is_tested, parts_of
 from skymemory.engine.vllm.trial import check_interface, try_copier
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
@@ -50,16 +49,16 @@ from skymemory.testbed.open_store import open_store
 
 _log = logging.getLogger("vllm.skymemory")  # vLLM shows lines of its own loggers only
 _SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-"""vLLM's word for a kind of store; all others are "external_unspecified"."""
+"""Kinds of a store by vLLM's words; others are "external_unspecified"."""
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """KV connector. Raises InvalidInput at start for a configuration that would give wrong tokens, or lose requests."""
+    """KV connector. Raises InvalidInput for a configuration that would give wrong tokens, or lose requests."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.read(transfer.kv_connector_extra_config)
+        settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
         self._groups = kv_cache_config.kv_cache_groups
         check_engine(vllm_config, self._groups)
         if role is KVConnectorRole.SCHEDULER and not is_tested(vllm.__version__):
@@ -149,7 +148,6 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- in the scheduler ---
 
     def go_on_by(self, scheduler: CakeScheduler) -> None:
-        """Resume requests by ``scheduler`` after their loaded blocks."""
         self.cake_scheduler = scheduler
 
     def _kind_of_store(self) -> str:
@@ -173,13 +171,13 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.allocated(request, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         assert self._scheduler is not None
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
-        if isinstance(connector_output.kv_connector_worker_meta, Outcome):
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerOutcome):
             self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -209,13 +207,11 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def has_pending_push_work(self) -> bool:
-        """Return True while values are being saved: vLLM then keeps stepping, also without requests and when it
-        stops.
-        """
+        """Return True while values are being saved: vLLM then keeps stepping, also without requests."""
         return self._scheduler is not None and self._scheduler.saving
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Attribute all tokens to the store: it knows only after a load which of its tiers had a value."""
+        """Attribute all tokens to the store: its tiers are known only after a load."""
         return {self._source(): num_external_tokens} if num_external_tokens else {}
 
     def _source(self) -> CacheHitSource:
@@ -223,7 +219,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _SOURCES.get(self._scheduler.store_kind, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def reset_cache(self) -> bool:
-        """Reset when vLLM's weights may have changed: vLLM updates them, sleeps, or its user requests it."""
+        """Reset when vLLM's weights may have changed."""
         assert self._scheduler is not None
         pool = self._kv_cache_manager.block_pool
         # The null block is always in use.
@@ -269,13 +265,13 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads started with the metadata, and no forward pass waits for them."""
+        """Do nothing: no forward pass waits for loads."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled when all layers of its values are loaded."""
+        """Do nothing: a request is scheduled when all layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: all layers of a value are copied out together, after the forward pass."""
+        """Do nothing: all layers are copied out together, after the pass."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -295,7 +291,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         return self._worker.invalid_blocks()
 
-    def build_connector_worker_meta(self) -> Outcome | None:
+    def build_connector_worker_meta(self) -> WorkerOutcome | None:
         assert self._worker is not None
         return self._worker.outcome()
 
@@ -328,8 +324,8 @@ def _check_untested() -> None:
 
 
 def cakes(config: Any) -> bool:
-    """Return True if Cake is possible: no step is running when the number of computed tokens is raised, and the model
-    runner takes that number from the scheduler (version 1 with each step, version 2 when a request is resumed).
+    """Return True if Cake is possible: no step runs when the number of computed tokens is raised, and the model runner
+    takes it from the scheduler (version 1 with each step, version 2 at a resume).
     """
     scheduler = config.scheduler_config
     return not scheduler.async_scheduling and (
@@ -349,7 +345,6 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
                 connector.go_on_by(self)
 
     def resume(self, request: Any) -> None:
-        """Preempt the request for a resume; call this before its number of computed tokens is raised."""
         self.running.remove(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED
@@ -357,7 +352,7 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
         self._enqueue_waiting_request(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Reset; requests that wait for their resume give up their blocks like running requests."""
+        """Reset; requests that wait for their resume give up their blocks."""
         if reset_running_requests:
             for request in [
                 waiting for waiting in self.kv_holding_waiting if waiting.status is RequestStatus.PREEMPTED
@@ -376,9 +371,7 @@ class _Door:
         self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def reserve(self, request: Any, computed_tokens: int) -> bool:
-        """Reserve blocks while vLLM schedules the request's first chunk, which has its blocks. vLLM counts that chunk's
-        computed tokens afterwards.
-        """
+        """Reserve blocks while vLLM schedules the request's first chunk, whose tokens it counts afterwards."""
         if self._needs_scheduler and self._connector.cake_scheduler is None:
             return False
         blocks = self._connector._kv_cache_manager.allocate_slots(

@@ -1,12 +1,11 @@
 """Copies of blocks out of vLLM's KV cache tensors and into them.
 
-A value is ``(layers, blocks, bytes of one block of one layer)``, packed. The bytes of a block are opaque, in vLLM's
-memory order.
+A value is ``(layers, blocks, bytes of a block of a layer)``, packed, in vLLM's memory order.
 
-On an accelerator a call only queues its work. Three streams keep the order: the model's own (``compute``), ``out`` and
-``in``. A read gathers blocks on ``compute``, after the forward pass that wrote them and before the next, and copies the
-gathered bytes on ``out``. A write copies on ``in``, after all work that ``compute`` had when the load began: until then
-the blocks may belong to another request. No layer hooks are used: replayed CUDA graphs skip them.
+On an accelerator calls only queue their work, on three streams. A read gathers blocks on ``compute`` (the model's own),
+between two forward passes, and copies them on ``out``. A write copies on ``in``, after the work that ``compute`` had
+when the load began: until then the blocks may belong to another request. No layer hooks are used: replayed CUDA graphs
+skip them.
 """
 
 from __future__ import annotations
@@ -24,52 +23,48 @@ import numpy.typing as npt
 from skymemory.errors import InvalidInput
 
 STAGING_BYTES = 256 << 20
-"""Device memory of a copier for reads; ``_WRITES`` further values are for writes."""
 _PINNED_BYTES = 64 << 20
 _PINNED_VALUES = 256
-"""Amount of host memory pinned at once, since each allocation takes some milliseconds."""
+"""Host memory pinned at once, since each allocation takes milliseconds."""
 _READS = 64
 _WRITES = 4
 Stream = Literal["compute", "out", "in"]
 
 
 class Mark(Protocol):
-    """Point in the work queue of a device."""
+    """Point in a device's work queue."""
 
     def done(self) -> bool:
         """Return True if the device has reached the mark; its bytes are then in place."""
 
     def wait(self) -> None: ...
 
-    def seconds_after(self, earlier: Any) -> float:
-        """Return the seconds between two marks of ``BlockCopier.mark``, both done."""
+    def seconds_after(self, earlier: Any) -> float: ...
 
 
 class BlockCopier(Protocol):
-    """Copier of complete blocks of one group of layers."""
+    """Copier of complete blocks of a group of layers."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block over all layers."""
 
     def mark(self) -> Mark:
-        """Mark all work of the model queued so far. Called by the model's thread, as is ``read``."""
+        """Mark the model's queued work. Called by the model's thread, as is ``read``."""
 
     def buffers(self, size_bytes: int) -> list[memoryview]: ...
 
     def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
-        """Copy ``blocks`` into ``out``, which is valid when the mark is done. Later work of the model may overwrite the
-        blocks.
-        """
+        """Copy ``blocks`` into ``out``, valid when the mark is done. Later work may overwrite the blocks."""
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
-        """Copy into ``blocks``, after ``after``, the blocks of ``value`` that follow its first ``skipped``. ``of``:
-        number of blocks in ``value``. ``value`` may change as soon as this returns. Called by any thread.
+        """Copy into ``blocks``, after ``after``, those of ``value``'s ``of`` blocks that follow the first ``skipped``.
+        ``value`` may change when this returns. Called by any thread.
         """
 
 
 class Now:
-    """Mark of work that was done when the call returned."""
+    """Mark of work that is done."""
 
     __slots__ = ("at_s",)
 
@@ -87,10 +82,10 @@ class Now:
 
 
 class CpuCopier:
-    """Copier of contiguous blocks in this process's memory."""
+    """Copier of contiguous blocks in this process."""
 
     def __init__(self, layers: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """``layers``: a view ``(blocks, bytes)`` of each layer's tensor."""
+        """``layers``: views ``(blocks, bytes)``."""
         self._layers = layers
         self._layer_bytes = int(layers[0].shape[1])
 
@@ -118,24 +113,21 @@ class CpuCopier:
 
 
 class Device(Protocol):
-    """All that differs between a CPU and an accelerator."""
+    """Differences between a CPU and an accelerator."""
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
-        """Queue ``work`` on a stream, after the marks ``after`` of other streams."""
+        """Queue ``work`` on a stream, after marks of other streams."""
 
-    def memory(self, size_bytes: int) -> Any:
-        """Allocate device memory as a tensor of bytes."""
+    def memory(self, size_bytes: int) -> Any: ...
 
     def host_memory(self, size_bytes: int) -> Any:
-        """Allocate host memory that the device can copy from and to by itself."""
+        """Allocate host memory that the device can copy by itself."""
 
     def index(self, blocks: Sequence[int]) -> Any:
         """Return block numbers as a device tensor; called in ``work``."""
 
 
 class Host:
-    """CPU: work is done at once."""
-
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
         work()
         return Now()
@@ -153,8 +145,8 @@ class Host:
         return torch.tensor(blocks)
 
 
-class _Recorded:
-    """CUDA event. A thread that waits for it sleeps."""
+class _RecordedEvent:
+    """CUDA event; a waiting thread sleeps."""
 
     def __init__(self, stream: Any) -> None:
         import torch
@@ -168,12 +160,12 @@ class _Recorded:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def seconds_after(self, earlier: _Recorded) -> float:
+    def seconds_after(self, earlier: _RecordedEvent) -> float:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class Cuda:
-    """CUDA device; ``compute`` is the current stream of the calling thread."""
+    """CUDA device; ``compute`` is the calling thread's current stream."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -187,10 +179,10 @@ class Cuda:
         on = self._streams.get(stream) or torch.cuda.current_stream(self._device)
         with torch.cuda.stream(on):
             for mark in after:
-                if isinstance(mark, _Recorded):
+                if isinstance(mark, _RecordedEvent):
                     on.wait_event(mark.event)
             work()
-            return _Recorded(on)
+            return _RecordedEvent(on)
 
     def memory(self, size_bytes: int) -> Any:
         import torch
@@ -213,15 +205,14 @@ class Cuda:
 class _Slot:
     device: Any
     free: Mark
-    """Mark after which the slot may be used again."""
     host: npt.NDArray[np.uint8] | None = None
 
 
 class TorchCopier:
-    """Copier of blocks with any strides, on any device with a work queue."""
+    """Copier of blocks with any strides, on any device."""
 
     def __init__(self, views: Sequence[Any], value_blocks: int, device: Device, staging_bytes: int) -> None:
-        """``views`` of ``(layers, blocks, ...)``, in the order of the layers; values have up to ``value_blocks``."""
+        """``views`` of ``(layers, blocks, ...)``; values have up to ``value_blocks``."""
         self._views = views
         self._device = device
         self._view_bytes = [view[0, 0].numel() * view.element_size() for view in views]
@@ -299,7 +290,7 @@ class TorchCopier:
 
 
 class PartCopier:
-    """Copier of a part's values: in each value its groups of layers follow one another."""
+    """Copier of a part's values: its groups of layers follow one another."""
 
     def __init__(self, groups: Sequence[BlockCopier]) -> None:
         self._groups = groups
@@ -359,10 +350,10 @@ def copier_of(
 
 
 def states_of(name: str, cache: Any, blocks: int, size_bytes: int) -> Any:
-    """Return a layer with states, registered as a tensor or several, as one tensor of bytes ``(blocks, size_bytes)``.
+    """Return a layer's states as a tensor of bytes ``(blocks, size_bytes)``.
 
     Raises:
-        InvalidInput: the states of a block do not lie in ``size_bytes`` in a row.
+        InvalidInput: the states of a block do not lie in a row.
     """
     import torch
 
@@ -390,7 +381,7 @@ def device_of(device: Any) -> Device:
 
 
 def _by_block(name: str, tensor: Any, blocks: int) -> Any:
-    """Return the tensor as ``(blocks, ...)`` of the widest integers, other dimensions in memory order."""
+    """Return the tensor as ``(blocks, ...)`` of the widest integers, in memory order."""
     import torch
 
     shape, block_dim = tuple(tensor.shape), 0
@@ -418,8 +409,8 @@ def _divisible(view: Any, size_bytes: int) -> bool:
 
 
 def _stacked(layers: Sequence[Any]) -> list[Any]:
-    """Return ``(layers, blocks, ...)`` as a single view if the layers lie at equal distances in one allocation, as in
-    vLLM 0.32: a single kernel then copies all. Else return a view of each.
+    """Return a single view ``(layers, blocks, ...)`` if the layers lie at equal distances, so that a single kernel
+    copies all; else a view of each.
     """
     first = layers[0]
     places = [layer.storage_offset() for layer in layers]
@@ -435,9 +426,9 @@ def _stacked(layers: Sequence[Any]) -> list[Any]:
 
 
 def _nothing() -> None:
-    """Do nothing: the mark after it ends the previous work."""
+    """Do nothing: the mark ends the previous work."""
 
 
 def _natural(name: str) -> list[object]:
-    """Sort layer 2 before layer 10, in every process."""
+    """Sort layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

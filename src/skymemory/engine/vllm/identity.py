@@ -1,8 +1,7 @@
 """Context of vLLM's blocks: all that makes two engines' keys and values different.
 
-vLLM's own block hashes name neither model nor data type, and its blocks are packed in a way that depends on the
-attention backend. Two engines share blocks if every part of the context is equal. Each engine logs its own context
-(``EngineReport``), and `skymemory doctor` reads it.
+vLLM's block hashes name neither model nor data type, and its packing depends on the attention backend. Each engine logs
+its context (``EngineReport``) for `skymemory doctor`.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ _KEPT_SEEDS = 65536
 
 
 def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
-    """Return the context of a ``VllmConfig`` without adapter and salt, which belong to requests; ``layouts`` by
-    part.
-    """
+    """Return the context of a ``VllmConfig``, without adapter and salt; ``layouts`` by part."""
     model = config.model_config
     fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_IDENTITY}
     kinds = [fields, str(model.quantization), str(getattr(model, "quantization_config", None)), *_other_kinds(model)]
@@ -57,8 +54,8 @@ def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
 
 
 def _other_kinds(model: Any) -> list[object]:
-    """Return further facts that keys and values of some models depend on: LongRoPE takes other factors in engines that
-    allow long prompts, and an engine may preprocess all images differently.
+    """Return further facts: LongRoPE's factors depend on the longest prompt allowed, and images on their
+    preprocessing.
     """
     kinds: list[object] = []
     rope = _find_field(model.hf_config.to_dict(), "rope_type") or _find_field(model.hf_config.to_dict(), "type")
@@ -79,7 +76,6 @@ def _find_field(fields: object, name: str) -> Any:
 def layout_of(
     config: Any, kv_cache_config: Any, part: PartOfModel, blocks_per_value: int, version: str
 ) -> OpaqueLayout:
-    """Return the layout of a worker's share of a part's values: ``blocks_per_value`` blocks, layer by layer."""
     groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
     spec = groups[0].kv_cache_spec
     layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
@@ -99,7 +95,7 @@ def layout_of(
 
 
 def block_bytes_of(spec: Any) -> int:
-    """Return the bytes of a block of one layer, without the padding that vLLM puts behind states."""
+    """Return the bytes of a layer's block, without the padding of states."""
     states = type(spec).__name__ == STATES and spec.page_size_padded is not None
     return int((replace(spec, page_size_padded=None) if states else spec).page_size_bytes)
 
@@ -151,8 +147,8 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 
 def folder_digest(folder: Path, *, code: bool = False) -> str:
-    """Return the SHA-256 over names and contents of a folder's weight and settings files, with ``code`` also of Python
-    files. Bytes are read once; later calls compare path, inode, size and times.
+    """Return the SHA-256 over a folder's weight and settings files, with ``code`` also of Python files; unchanged files
+    are read once.
     """
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is no folder: its files name the weights")
@@ -170,14 +166,13 @@ def _files(folder: Path, code: bool = False) -> Iterable[Path]:
 
 
 def _looks_of(folder: Path) -> str:
-    """Describe the folder's files without their contents; inode and times change with the contents."""
     stats = ((path.name, path.stat()) for path in sorted(_files(folder)))
     return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats])
 
 
 class _Digests:
-    """Digests of files by path, inode, size and times, kept between processes in the user's cache folder. The change
-    time of an inode cannot be set back, unlike the modification time of its contents.
+    """Digests of files by path, inode, size and times, in the user's cache folder. An inode's change time cannot be set
+    back.
     """
 
     def __init__(self) -> None:
@@ -212,26 +207,21 @@ class _Digests:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Log entry of an engine at its start: its context by field, and other facts that decide its hits."""
+    """Log entry of an engine at its start, with the facts that decide its hits."""
 
     vllm: str
     skymemory: str
     store: str
-    """Address, without a password."""
+    """Address without a password."""
     role: str
     """``kv_role``: kv_producer saves, kv_consumer loads, kv_both does both."""
     block_tokens: int
-    """Tokens of a vLLM block."""
     value_tokens: int
-    """Tokens stored under a key."""
     value_bytes: int
-    """Bytes of a worker's value."""
     longest_tokens: int
-    """``max_model_len``: of a prompt and its answer."""
     context: dict[str, str | int | bool]
-    """``CacheContext.describe``, without the adapter and the salt of a request."""
+    """``CacheContext.describe``, without adapter and salt."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Digests of the requested adapters, by name."""
 
     def log(self) -> None:
         without_secret = replace(self, store=without_password(self.store))
@@ -239,10 +229,10 @@ class EngineReport:
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> EngineReport:
-        """Read the report of the engine that started last in these lines of a log.
+        """Read the report of the last start in these lines of a log.
 
         Raises:
-            InvalidInput: no engine started; with the reason if the connector refused to start.
+            InvalidInput: no engine started, with the reason if the connector refused.
         """
         report: EngineReport | None = None
         refused = ""
@@ -279,21 +269,19 @@ def _json_behind(mark: str, line: str) -> Any:
 
 
 class Seeds:
-    """Digests of requests' contexts: the engine's context with the request's adapter and salt.
+    """Digests of requests' contexts: the engine's context with adapter and salt.
 
-    After weights are changed in place, the model's files no longer name them. vLLM then resets its caches, and a new
-    *generation* begins: a random number in the context. So nothing is shared with earlier blocks, or with other
-    engines, whose weights may differ. The first generation is the empty string.
+    After weights are changed in place, the model's files no longer name them: vLLM resets its caches, and a new
+    *generation* begins, a random number in the context, which shares nothing. The first is the empty string.
     """
 
     def __init__(self, context: CacheContext) -> None:
         self._context = context
         self._known: dict[tuple[str, str, str], bytes] = {}
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
-        """Digest of each adapter, and the state of its files at that time."""
         self._changed: set[tuple[int, str, str]] = set()
         self._reloaded: set[tuple[int, str, str]] = set()
-        """Adapters loaded in place from other files: vLLM's own cache has older blocks under their names."""
+        """Adapters reloaded from other files: vLLM's cache has older blocks under their names."""
         self.generation = ""
 
     def reset(self) -> None:
@@ -307,10 +295,9 @@ class Seeds:
         return replace(self._context, weights=f"{self._context.weights}, generation {generation}")
 
     def of(self, request: Any, generation: str = "") -> bytes | None:
-        """Return the digest of a request's context; None if its tokens do not determine what is computed (embeddings,
-        or a prompt that is still being sent).
+        """Return the digest of a request's context; None if its tokens do not determine what is computed.
 
-        ``generation``: of the engine that prefills the request; empty: of this engine.
+        ``generation``: of the prefilling engine; empty: of this engine.
         """
         generation = generation or self.generation
         if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
@@ -334,8 +321,8 @@ class Seeds:
         return lora is not None and (lora.lora_int_id, lora.lora_name, lora.lora_path) in self._reloaded
 
     def _adapter(self, lora: Any) -> str:
-        """Return name and digest of an adapter's files as of the first request, when vLLM reads them. Empty if they
-        cannot be read or have changed since: vLLM may or may not have read them again.
+        """Return name and digest of an adapter's files as of the first request; empty if they are unreadable or have
+        changed.
         """
         known, folder = (lora.lora_int_id, lora.lora_name, lora.lora_path), Path(lora.lora_path)
         try:

@@ -1,8 +1,7 @@
 """Messages between the connector's scheduler side and its worker side with each step.
 
-Block numbers are vLLM's, of its block tables: a table for each of its *groups* of layers. A *value* is stored under a
-key: ``blocks_per_value`` consecutive blocks of a prompt, over all layers of a *part*. A model has a single part, or a
-part for each attention window, of at least one group each (``cache.blocks.Part``).
+Block numbers are vLLM's, by *group* of layers. A *value* is stored under a key: ``blocks_per_value`` consecutive blocks
+of a prompt, over all layers of a *part*, which has at least one group (``cache.blocks.Part``).
 """
 
 from __future__ import annotations
@@ -24,50 +23,46 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive values of one part of a request's prompt, and the destinations of their blocks."""
+    """Consecutive values of a part of a prompt, and the destinations of their blocks."""
 
     part: int
     keys: tuple[bytes, ...]
     first_value: int
-    """Number of the first value in the request."""
     skipped_blocks: int
-    """Leading blocks of the first value that vLLM has already, or does not need."""
+    """Leading blocks that vLLM has already, or does not need."""
     blocks: tuple[tuple[int, ...], ...]
-    """Destinations of the other blocks, by group of the part. The last value's may end early, since a prompt's last
-    token is always computed.
+    """Destinations of the other blocks, by group. The last value's may end early, since a prompt's last token is always
+    computed.
     """
     first_block: int = 0
     """Number of ``blocks[...][0]`` in the request."""
 
     def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """Return the number of skipped blocks of ``keys[value]``, and the destinations of the others, by group."""
+        """Return the skipped blocks of ``keys[value]``, and destinations of the others, by group."""
         first = value * blocks_per_value - self.skipped_blocks
         span = slice(max(0, first), max(0, first + blocks_per_value))
         return max(0, -first), tuple(blocks[span] for blocks in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Values of a request's prompt, to be loaded into its blocks during this and the following steps."""
+class LoadRequest:
+    """Values to be loaded into a request's blocks during this and the following steps."""
 
     request: str
     pieces: tuple[Piece, ...]
-    """Pieces by part, in the order in which they are read."""
     tokens: int
-    """Tokens that vLLM counts as computed after the load."""
+    """Tokens that vLLM counts as computed then."""
     backward: bool = False
-    """True for Cake: the last value is loaded first, while the request computes from the front; of a single part."""
+    """True for Cake: the last value is loaded first; of a single part."""
     wait_s: float = 0.0
-    """Longest wait for the next value, if above 0: another engine is storing these values, and each is loaded as soon
-    as it is stored.
-    """
+    """Longest wait for the next value, if above 0: another engine is storing these values."""
 
     @property
     def values(self) -> int:
         return sum(len(piece.keys) for piece in self.pieces)
 
     def at(self, index: int) -> tuple[Piece, int]:
-        """Return the piece that contains value ``index`` of all pieces, and the value's place in it."""
+        """Return the piece with value ``index``, and the value's place in it."""
         for piece in self.pieces:
             if index < len(piece.keys):
                 return piece, index
@@ -77,27 +72,25 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Complete value, to be copied out after the forward pass of this step."""
+    """Complete value, to be copied out after this step's forward pass."""
 
     part: int
     key: bytes
     depth: int
-    """Number of values of the prompt before it."""
     parent: bytes | None
     blocks: tuple[tuple[int, ...], ...]
-    """Block numbers, by group of the part."""
 
 
 @dataclass(slots=True)
-class Plan:
-    loads: list[Load] = field(default_factory=list)
+class StepPlan:
+    loads: list[LoadRequest] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
     fences: dict[str, int] = field(default_factory=dict)
-    """Fences of requests with a backward load: blocks below are computed by this step and must not be written."""
+    """First blocks that may be written, by request with a backward load: this step computes those before."""
     ends: list[str] = field(default_factory=list)
-    """Requests whose backward load ends before this step, since their blocks may then belong to another request; or
-    whose waiting load ends, since the request is gone.
+    """Requests whose backward load ends before this step, since their blocks may then be another's; or whose waiting
+    load ends, since the request is gone.
     """
 
 
@@ -108,22 +101,19 @@ GIVEN_UP = "deadline"
 @dataclass(frozen=True, slots=True)
 class Loaded:
     lost: int
-    """Number in the request of the value that was not loaded; values after it (before it, in a backward load) were not
-    placed.
-    """
+    """Number of the value that was not loaded; values after it (before it, in a backward load) were not placed."""
     reason: str
-    """Reason of the failure; empty if all were loaded."""
     size_bytes: int
     seconds: float
     missing_tokens: int = 0
     """Tokens that vLLM counts as cached but computes."""
     waited: bool = False
-    """True if it waited for another engine: ``seconds`` then does not measure the store."""
+    """True if ``seconds`` does not measure the store."""
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Message from the workers to the scheduler about the time since the last step."""
+class WorkerOutcome:
+    """Message from the workers about the time since the last step."""
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
     lowest: dict[str, int] = field(default_factory=dict)
@@ -133,13 +123,13 @@ class Outcome:
     counts: dict[str, float] = field(default_factory=dict)
     saving: int = 0
     read_back: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of loads of values that had just been saved."""
+    """Bytes and seconds of loads of values just saved."""
     saved: list[bytes] = field(default_factory=list)
-    """Keys that the store now has; listed once by each rank."""
+    """Keys that the store now has; once by each rank."""
     unsaved: list[bytes] = field(default_factory=list)
 
-    def aggregate(self, other: Outcome) -> Outcome:
-        """Combine workers' outcomes: a value is in place if all ranks have their share of it (called by vLLM)."""
+    def aggregate(self, other: WorkerOutcome) -> WorkerOutcome:
+        """Combine workers' outcomes: a value is in place if all ranks have their share (called by vLLM)."""
         loaded: dict[str, Loaded] = dict(self.loaded)
         for request, theirs in other.loaded.items():
             ours = loaded.get(request, theirs)
@@ -149,7 +139,7 @@ class Outcome:
             seconds = max(ours.seconds, theirs.seconds)
             loaded[request] = Loaded(failed.lost, failed.reason, size_bytes, seconds, missing, ours.waited)
         lowest = {name: max(self.lowest[name], block) for name, block in other.lowest.items() if name in self.lowest}
-        return Outcome(
+        return WorkerOutcome(
             loaded,
             lowest,
             max(self.step_s, other.step_s),
@@ -187,7 +177,7 @@ COUNTS = {
     "dropped_values": "Values not stored since too many bytes waited",
 }
 WITH_REASON = frozenset({"failed_loads", "unused_tokens"})
-"""Counters by reason, which follows the name after a space."""
+"""Counters with a reason after their name and a space."""
 
 
 def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
@@ -195,7 +185,6 @@ def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, f
 
 
 def part_key(key: bytes, part: int) -> bytes:
-    """Return the key of a part of a value: the first part has the value's own key."""
     return key if part == 0 else hashlib.sha256(b"part %d of " % part + key).digest()
 
 

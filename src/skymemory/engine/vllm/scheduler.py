@@ -1,20 +1,17 @@
 """The connector in vLLM's scheduler: it decides which blocks of a request are loaded from the store and saved to it.
 
-The life of a request: ``matched`` (how many tokens the store has; asked until the request is scheduled), ``allocated``
-(its blocks are reserved: the load is planned), ``plan`` (with each step: loads, and saves of the values that the step
-completes), ``update`` (reports of the workers), ``finished``.
+The life of a request: ``matched`` (how many tokens the store has; asked until scheduled), ``allocated`` (its blocks are
+reserved: the load is planned), ``plan`` (with each step: loads, and saves of completed values), ``update`` (reports of
+the workers), ``finished``.
 
-With Cake (for a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
-``allocated`` reserves all its blocks and plans a backward load, and ``plan`` sends how far computing has come (the
-fence). When computing meets the loaded blocks, ``update`` lets the request continue after them.
+With Cake (a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
+``allocated`` plans a backward load, and ``plan`` sends how far computing has come (the fence). When both meet,
+``update`` lets the request continue after the loaded blocks.
 
-Prefill and decode on separate engines (``transfer_params``): for a request that another engine prefills, ``matched``
-announces all that will be stored, without asking the store, and the workers load each value as soon as it is stored
-(``waiting``). The prefilling engine first looks up which of the prompt's values the store has lost: these are saved
-again.
+For a request that another engine prefills (``transfer_params``), ``matched`` announces all that will be stored, and the
+workers load each value as soon as it is stored. The prefilling engine saves again what the store has lost.
 
-A lookup runs in a thread: a store that hangs must not block the scheduler. A request whose lookup is not answered at
-once is asked about again, and is computed if the answer takes too long.
+A lookup runs in a thread: a store that hangs must not block the scheduler.
 """
 
 from __future__ import annotations
@@ -28,19 +25,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skymemory.cache.blocks import Part, Parts, PrefixSearch
+from skymemory.cache.blocks import BlockLookup, Part, Parts
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.engine.vllm.announcements import Announcements
 from skymemory.engine.vllm.plan import (
     GIVEN_UP,
-    Load,
     Loaded,
-    Outcome,
+    LoadRequest,
     Piece,
-    Plan,
     Save,
     Shape,
+    StepPlan,
+    WorkerOutcome,
     part_key,
     rank_key,
 )
@@ -52,45 +49,44 @@ from skymemory.kv.block import hash_blocks
 _log = logging.getLogger(__name__)
 
 _ANSWERED_S = 0.002
-"""Wait of the scheduler for a lookup; a store on the same machine answers within it."""
+"""Wait of the scheduler for a lookup; a local store answers within it."""
 _PATIENCE_S = 0.5
 """Wait for a lookup while the compute speed is unknown."""
 _FRESH_S = 1.0
-"""Validity of an answer, if the request is not scheduled at once."""
+"""Validity of an answer."""
 _KEPT_SENT = 1 << 17
 _KEPT_GENERATIONS = 1 << 12
 _FULL = 0.75
-"""Share of a full step's tokens: a step with fewer tokens says little about the time of a full step."""
+"""Share of a full step's tokens: smaller steps say little about its time."""
 _KEPT_LOADS = 0.75
-"""Weight of all earlier loads when a load is added."""
+"""Weight of earlier loads."""
 _SPREAD, _LEAST_SLOPE = 0.2, 0.1
 """Minimum spread of load sizes, as a share of their mean, to estimate the fixed part of a load's time; and minimum
-slope, as a share of the mean time per byte.
+slope, as a share of the mean.
 """
 _STALLED_S = 30.0
-"""Time after which a store that takes no value is no longer waited for when the engine stops."""
+"""Time after which a stopping engine no longer waits for saves."""
 _MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
 _RESET, _PREEMPTED = "the cache was reset", "the request was preempted"
-"""Reasons for which loaded tokens were not used."""
+"""Reasons of unused tokens."""
 BlockTables = Sequence[Sequence[Sequence[int]]]
-"""vLLM's block numbers of a request in token order, by part and group of layers."""
+"""Block numbers of a request in token order, by part and group."""
 _NULL_BLOCK = 0
-"""vLLM's block number in place of blocks outside a window."""
+"""Block number for blocks outside a window."""
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
-"""Factor per prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
+"""Factor per prompt computed because loading seemed slower: a recovered link is tried again."""
 
 
 class SeedsOfRequests(Protocol):
     """Interface of ``identity.Seeds``."""
 
     @property
-    def generation(self) -> str:
-        """Current generation; empty before the first reset."""
+    def generation(self) -> str: ...
 
     def of(self, request: Any, generation: str = "") -> bytes | None:
-        """Return the digest of a request's context, or None if it is neither loaded nor saved."""
+        """Return the digest of a request's context; None: neither loaded nor saved."""
 
     def has_stale_blocks(self, request: Any) -> bool: ...
 
@@ -98,7 +94,7 @@ class SeedsOfRequests(Protocol):
 
 
 class CakeDoor(Protocol):
-    """Functions of vLLM's scheduler that Cake needs."""
+    """Functions of vLLM's scheduler for Cake."""
 
     @property
     def step_tokens(self) -> int: ...
@@ -107,72 +103,62 @@ class CakeDoor(Protocol):
         """Give the request all blocks of its prompt; False if there are too few."""
 
     def go_on_from(self, request: Any, tokens: int) -> None:
-        """Let the next step begin after the first ``tokens`` tokens, which are all in the request's blocks."""
+        """Let the next step begin after ``tokens`` tokens, which are all in place."""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Question to the store: how many leading values it has, given that those before ``first`` exist."""
-
     first: int
     asked_s: float
-    call: Call[object]
+    call: WorkerCall[object]
     latencies: Latencies
     found: int | None = None
 
     def answered_late(self, result: object) -> None:
-        """Record the latency of an abandoned lookup: later lookups of a slow but sound store are waited for longer."""
+        """Record an abandoned lookup: a slow store is then waited for longer."""
         self.latencies.record(time.monotonic() - self.asked_s)
 
 
 @dataclass(slots=True)
 class Backward:
-    """Cake: a request that computes from the front while its values are loaded from the back."""
+    """Cake: values loaded from the back of a request that computes from its front."""
 
     end_tokens: int
-    """End of its last loaded block."""
     running: bool = False
     lowest_tokens: int | None = None
-    """Token from which all blocks to ``end_tokens`` are in place."""
 
 
 @dataclass(slots=True)
 class Known:
     request: Any
     seed: bytes
-    """Digest of its context, with adapter and salt."""
     content: dict[int, bytes]
-    """Digests of images and sound by the position of their first placeholder."""
+    """Digests of media by the position of their first placeholder."""
     keys: list[bytes] = field(default_factory=list)
     settled: int = 0
-    """Number of leading values that need no saving: loaded, or given to the workers."""
+    """Number of leading values that need no saving."""
     lookup: Lookup | None = None
     computed_tokens: int = 0
-    """Token at which a load would begin."""
     backward: Backward | None = None
     ahead_bytes: int = 0
-    """Bytes of the loads that were running when its last load was planned."""
     failed: bool = False
-    """True if a load failed: the request is computed, or a store that loses values would be asked again and again."""
+    """True after a failed load: the request is computed, or a store that loses values would be asked again and
+    again.
+    """
     params: TransferParams = _NO_PARAMS
     waits_s: float = 0.0
-    """Wait of its first load for each next value, if above 0."""
     waited: bool = False
-    """True if it has had a waiting load."""
     gave_up: bool = False
-    """True if a rank gave up that load."""
     missing_tokens: int = 0
-    """Missing tokens of its last load, on the rank that lacked most: ranks end in different steps."""
+    """Missing tokens of its last load, on the worst rank: ranks end in different steps."""
     loading: range | None = None
-    """Tokens of its last load, until the request is scheduled after them."""
+    """Tokens of its last load, until it is scheduled after them."""
     checked: bool = False
-    """True if it is to be handed over, and the values that the store lacks are known."""
+    """True if the values that the store lacks are known, for a handover."""
     unsaved: int | None = None
-    """First value that the workers could not save."""
     is_apart: bool = False
-    """True if its blocks belong to other weights than its keys say, as after a reset: it loads and saves nothing."""
+    """True if its blocks belong to other weights than its keys say: it loads and saves nothing."""
     is_own: bool = True
-    """True if its values belong to this engine's generation; all requests may load them."""
 
 
 class SchedulerSide:
@@ -195,56 +181,47 @@ class SchedulerSide:
         has_states: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_ids``: returns a request's current block tables. ``wait_s``: for each next value of a prompt that
-        another engine prefills (0: look it up instead). ``kind_of_store``: asks the store (in a thread), such as
-        "memory". ``has_states``: a part has recurrent states, which exist at the ends of some blocks only.
+        """``wait_s``: for each next value of another engine's prefill (0: look it up). ``kind_of_store``: called in a
+        thread. ``has_states``: recurrent states exist at the ends of some blocks only.
         """
         self._parts = parts
         self._compute = parts.first.compute
         self._shape = shape
         self._seeds = seeds
         self._named: dict[str, None] = {}
-        """Generations of prefilling engines that requests have named since the last reset."""
         self._is_stale = False
-        """True if vLLM's own cache has blocks from before the last reset."""
+        """True if vLLM's cache has blocks from before the last reset."""
         self._past: dict[str, None] = {}
-        """Generations named before the last reset: their values are no longer loaded."""
         self._block_ids = block_ids
         self._cake = cake
         self._announcements = announcements
         self._ending: list[str] = []
-        """Backward loads that the next plan ends."""
         self._is_writing = False
-        """True if some of these may write until then."""
         self._step_s = 0.0
         self._ranks = ranks
         self._loads, self._saves = loads, saves
         self._wait_s = 0.0 if has_states else wait_s  # no state is stored after the last block of such a prompt
         self._has_states = has_states
         self._waiting_since_s: dict[str, float] = {}
-        """Start times of the loads that wait for another engine, by request."""
         self._clock = clock
         self._has_warned = False
         self._known: dict[str, Known] = {}
-        self._planned: list[Load] = []
+        self._planned: list[LoadRequest] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys given to the workers, without those that they did not save or that a lookup does not find."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
         self._gave_up_s = math.inf
-        """Time when the first load since the last success was given up."""
         self._under_way: dict[str, int] = {}
-        """Bytes of the running loads, by request: a later load shares the link with them."""
+        """Bytes of running loads, by request: later loads share the link."""
         self._counts: Counter[str] = Counter()
         self._saving, self._saved_s = 0, clock()
-        """Number of values that the workers hold, and the time of its last change."""
+        """Number of values that the workers hold, and time of its last change."""
         self.store_kind = ""
-        """Kind of the store; empty until it is known."""
-        self._lookups.submit(Call(lambda: self._greet(kind_of_store)))
+        self._lookups.submit(WorkerCall(lambda: self._greet(kind_of_store)))
 
     def _greet(self, kind_of_store: Callable[[], str]) -> None:
-        """Connect, and measure the latency of a lookup: else the first request would give up a distant store."""
+        """Connect and measure a lookup: else the first request would give up a distant store."""
         for number in range(3):
             started_s = self._clock()
             self._parts.first.prefix(list(_GREETING))
@@ -254,13 +231,11 @@ class SchedulerSide:
 
     @property
     def saving(self) -> bool:
-        """True if steps are needed although nothing is to be computed: the workers are saving."""
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens that can be loaded after the first ``computed_tokens`` (None: ask again), and
-        True if they are loaded asynchronously. They always are: if a load that a step waits for fails, vLLM 0.32 leaves
-        its blocks in the prefix cache, for any request that arrives before they are computed.
+        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously.
+        They always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
         """
         known = self._of(request)
         if known is None or known.is_apart:
@@ -311,9 +286,7 @@ class SchedulerSide:
         return tokens, True
 
     def _check(self, known: Known) -> bool:
-        """Return True if it is known what the store lacks of a prompt that is handed over. Values that the workers had
-        before are then saved again, since the other engine waits for them; values in the store are not.
-        """
+        """Return True if it is known what the store lacks of a prompt to be handed over, which is saved again."""
         if not known.checked and known.keys:
             wanted = len(known.keys)
             found_values = self._find_prefix(known, 0, wanted, wanted * self._shape.value_tokens)
@@ -326,7 +299,6 @@ class SchedulerSide:
         return True
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        """Let these values be saved again when they are computed again."""
         for key in keys:
             for number in range(len(self._parts.parts)):
                 self._sent.pop(part_key(key, number), None)
@@ -347,15 +319,12 @@ class SchedulerSide:
         )
 
     def _is_for_cake(self, tokens: int, load_s: float | None) -> bool:
-        """Return True to load ``tokens`` from the back while computing from the front: if no other request could use
-        the processor meanwhile, and neither side finishes within a step or two.
-        """
+        """Return True if no other request could compute meanwhile, and neither side ends within a step or two."""
         if self._cake is None or len(self._known) > 1 or tokens < 2 * self._cake.step_tokens:
             return False
         return load_s is None or load_s > self._step_s
 
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Plan the load of ``external_tokens`` after the request's own tokens, now that its blocks are reserved."""
         known = self._known.get(request.request_id)
         if known is None:
             return
@@ -370,7 +339,9 @@ class SchedulerSide:
             return
         start, end = known.computed_tokens, known.computed_tokens + external_tokens
         pieces = self._pieces(known, start, end)
-        self._planned.append(Load(request.request_id, pieces, external_tokens, backward is not None, known.waits_s))
+        self._planned.append(
+            LoadRequest(request.request_id, pieces, external_tokens, backward is not None, known.waits_s)
+        )
         if known.waits_s:
             known.waits_s, known.waited = 0.0, True
             self._waiting_since_s[request.request_id] = self._clock()
@@ -398,8 +369,8 @@ class SchedulerSide:
             pieces.append(Piece(number, keys, values.start, skipped, where, blocks.start))
         return tuple(piece for piece in pieces if piece.keys)
 
-    def plan(self, output: Any) -> Plan:
-        plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
+    def plan(self, output: Any) -> StepPlan:
+        plan, self._planned = StepPlan(self._planned, tokens=output.total_num_scheduled_tokens), []
         plan.loads = [load for load in plan.loads if not load.backward or self._begins(load, output)]
         started = {load.request for load in plan.loads if load.backward}
         for request_id in output.preempted_req_ids or ():
@@ -419,9 +390,9 @@ class SchedulerSide:
                     plan.saves += self._completed(known, tokens)
         return plan
 
-    def _begins(self, load: Load, output: Any) -> bool:
-        """Return True if the request of a backward load is computed from the expected token: another connector of a
-        ``MultiConnector`` may have loaded something into its blocks.
+    def _begins(self, load: LoadRequest, output: Any) -> bool:
+        """Return True if the request is computed from the expected token: another connector may have loaded into its
+        blocks.
         """
         known = self._known.get(load.request)
         if known is None or known.backward is None:
@@ -456,7 +427,7 @@ class SchedulerSide:
         known.settled = complete_values
         return saves
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: WorkerOutcome) -> None:
         if outcome.step_tokens:
             self._compute.record(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
@@ -500,9 +471,8 @@ class SchedulerSide:
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
     def _stood_still(self, loaded: Loaded) -> bool:
-        """Return True if a load was given up because the store stopped answering, so that it does not measure speed:
-        the first after successful loads, and loads concurrent with it. The next such load means that the store has
-        become slow.
+        """Return True if a load was given up because the store stopped answering, so that it measures no speed: the
+        first after a success, and loads concurrent with it.
         """
         if loaded.reason != GIVEN_UP:
             self._gave_up_s = math.inf if not loaded.reason else self._gave_up_s
@@ -517,7 +487,6 @@ class SchedulerSide:
         return False
 
     def _note_unsaved(self, keys: Sequence[bytes]) -> None:
-        """Let the values be saved again when computed again; prompts that are handed over end before them."""
         unsaved = frozenset(keys)
         for key in unsaved:
             self._sent.pop(key, None)
@@ -552,9 +521,6 @@ class SchedulerSide:
             self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
     def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
-        """End the load. ``used``: loaded tokens that saved computing; ``reason``: why the other loaded tokens did
-        not.
-        """
         backward, known.backward = known.backward, None
         if backward is None or not backward.running:
             return
@@ -564,9 +530,6 @@ class SchedulerSide:
             self._count_loaded(backward.end_tokens - backward.lowest_tokens, used, reason)
 
     def _settle(self, known: Known, computed_tokens: int, reason: str = _ALL_THE_SAME) -> None:
-        """Count the request's load, which has ended. The request continues after its first ``computed_tokens``: loaded
-        tokens after them save no computing.
-        """
         loading, known.loading = known.loading, None
         if loading is None:
             return
@@ -590,7 +553,6 @@ class SchedulerSide:
                 self._announcements.loaded(known.keys[depth], self._names(known.request, depth))
 
     def _names(self, request: Any, depth: int) -> Sequence[bytes]:
-        """Return vLLM's names of a value's blocks; none if vLLM names shorter blocks than the first group's."""
         if len(request.block_hashes) > request.num_tokens // self._shape.block_tokens:
             return ()
         size = self._shape.blocks_per_value
@@ -603,9 +565,7 @@ class SchedulerSide:
             self._counts[f"unused_tokens {reason}"] += loaded - used
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """Forget the request. Returns its answer's ``kv_transfer_params`` if it is handed over: its values are copied
-        out by now.
-        """
+        """Forget the request. Returns its answer's ``kv_transfer_params`` for a handover."""
         is_loading = request.request_id in self._under_way or request.request_id in self._waiting_since_s
         self._under_way.pop(request.request_id, None)
         if (known := self._known.pop(request.request_id, None)) is None:
@@ -625,9 +585,8 @@ class SchedulerSide:
         return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
     def reset(self, is_empty: bool = True) -> bool:
-        """Reset when the weights may have changed: nothing stored or loaded before is used. Requests that hold older
-        blocks compute on, and load and save nothing. So do, until the next reset, requests that find such blocks in
-        vLLM's own cache if it is not ``is_empty``. Returns False if an older block is still being written.
+        """Reset when the weights may have changed. Requests that hold older blocks, or find some in vLLM's cache if it
+        is not ``is_empty``, load and save nothing. Returns False if an older block is still being written.
         """
         self._seeds.reset()
         self._is_stale = not is_empty
@@ -661,7 +620,6 @@ class SchedulerSide:
         self._of(request)
 
     def _of(self, request: Any) -> Known | None:
-        """Return the state of a request with the keys of all tokens known by now; None if it is not cached."""
         known = self._known.get(request.request_id)
         if known is None:
             params = _params_of(request)
@@ -682,7 +640,6 @@ class SchedulerSide:
         return self._seeds.of(request, self._named_by(params))
 
     def _named_by(self, params: TransferParams) -> str:
-        """Return the generation of the prefilling engine; empty: this engine's."""
         generation = params.generation
         if not (params.takes_over and generation) or generation in self._past:
             return ""
@@ -702,14 +659,14 @@ class SchedulerSide:
             known.keys += hash_blocks(before, tokens, size, content)
 
     def _find_prefix(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
-        """Return how many of the request's first ``wanted`` values it can have, given the first ``first``: the longest
-        prefix of at most ``limit_tokens`` after which it can continue. None: not answered yet.
+        """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: not
+        answered yet.
         """
         now_s = self._clock()
         lookup = known.lookup
         if lookup is None or lookup.first != first or (lookup.found is not None and now_s > lookup.asked_s + _FRESH_S):
             keys = known.keys[:wanted]
-            call: Call[object] = Call(lambda: self._prefix(keys, first, limit_tokens))
+            call: WorkerCall[object] = WorkerCall(lambda: self._prefix(keys, first, limit_tokens))
             lookup = known.lookup = Lookup(first, now_s, call, self._latencies)
             self._counts["lookups"] += 1
             if self._lookups.all_hung or not self._lookups.submit(lookup.call):
@@ -736,19 +693,16 @@ class SchedulerSide:
         return min(lookup.found, wanted) if lookup.found is not None else None
 
     def _prefix(self, keys: list[bytes], first: int, limit_tokens: int) -> int:
-        """Return the number of leading values of which every rank has stored what a request needs after them."""
         parts, chains = [], []
         for number, part in enumerate(self._parts.parts):
             for rank in range(self._ranks):
                 parts.append(part)
                 chains.append([rank_key(part_key(key, number), rank) for key in keys])
-        return PrefixSearch(parts, chains, limit_tokens, first).find_prefix(len(keys))
+        return BlockLookup(parts, chains, limit_tokens, first).find_prefix(len(keys))
 
 
 def _content_of(request: Any) -> dict[int, bytes]:
-    """Return digests of a request's media, by the position of the first placeholder; a film and its sound may share
-    it.
-    """
+    """Return media digests by position, which a film and its sound may share."""
     content: dict[int, bytes] = {}
     for feature in request.mm_features:
         digest, before = hashlib.sha256(feature.identifier.encode()).digest(), content.get(feature.mm_position.offset)
@@ -765,14 +719,13 @@ def _params_of(request: Any) -> TransferParams:
 
 
 class LoadRate:
-    """Estimate of load times from past loads: a fixed part and a part by bytes; later loads weigh more."""
+    """Estimate of load times, a fixed part and a part by bytes; later loads weigh more."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._passed_over = 0
 
     def record(self, size_bytes: int, seconds: float) -> None:
-        """Add a load; a load of no bytes, as from a store that did not answer, does not affect the rate."""
         self._passed_over = 0
         if size_bytes and seconds > 0:
             self._weight = self._weight * _KEPT_LOADS + 1
@@ -785,7 +738,6 @@ class LoadRate:
         self._passed_over += 1
 
     def seconds(self, size_bytes: int) -> float | None:
-        """Return the estimated seconds; None before the first load."""
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight

@@ -1,4 +1,4 @@
-"""Settings in ``kv_connector_extra_config``, and refusals of unsupported vLLM configurations with advice."""
+"""Settings in ``kv_connector_extra_config``, and refusals of unsupported vLLM configurations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from skymemory.config import duration, filled, setting, size, text, whole_number
 from skymemory.errors import InvalidInput
 
 TESTED_VERSIONS = ("0.32",)
-"""Tested releases of vLLM; others cause a warning. The connector depends on the scheduler's behaviour, too."""
+"""Tested releases of vLLM; others cause a warning."""
 _ONE_PROCESS = ("memory", "disk", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     store: str = setting("store", text, "", "address of the store, such as unix:///run/sky.sock of a store daemon")
     value_tokens: int = setting(
         "value_tokens", whole_number, 128, "tokens stored under one key; whole blocks of vLLM's"
@@ -36,11 +36,11 @@ class Settings:
             raise InvalidInput("queue: expected a size above 0")
 
     @classmethod
-    def read(cls, extra_config: Mapping[str, Any]) -> Settings:
+    def read(cls, extra_config: Mapping[str, Any]) -> ConnectorSettings:
         return filled(cls, extra_config, "kv_connector_extra_config")
 
     def blocks_per_value(self, block_tokens: int) -> int:
-        """Return the blocks of a value, at least 1. Raises InvalidInput unless a value is a whole number of blocks."""
+        """Return the blocks of a value, at least 1. Raises InvalidInput unless they are whole."""
         if self.value_tokens % block_tokens and self.value_tokens > block_tokens:
             raise InvalidInput(
                 f"kv_connector_extra_config: value_tokens is {self.value_tokens}: expected a multiple of vLLM's block "
@@ -50,13 +50,12 @@ class Settings:
 
 
 def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict[str, Any]:
-    """Return vLLM's ``--kv-transfer-config``: the connector as a ``producer`` of values (it only saves), a ``consumer``
-    (it only loads), or ``both``.
+    """Return vLLM's ``--kv-transfer-config``: a ``producer`` only saves, a ``consumer`` only loads.
 
     Raises:
-        InvalidInput: what ``Settings.read`` refuses.
+        InvalidInput: what ``ConnectorSettings.read`` refuses.
     """
-    Settings.read(extra_config)
+    ConnectorSettings.read(extra_config)
     return {
         "kv_connector": "SkyMemoryConnector",
         "kv_connector_module_path": "skymemory.engine.vllm",
@@ -71,10 +70,7 @@ def is_tested(version: str) -> bool:
 
 
 def check_engine(config: Any, groups: Any) -> None:
-    """Raise InvalidInput for a configuration that would give wrong tokens, lost requests or no hits.
-
-    ``config`` is a ``VllmConfig``, ``groups`` are its KV cache groups.
-    """
+    """Raise InvalidInput for a ``VllmConfig`` that would give wrong tokens, lost requests or no hits."""
     policy = config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise InvalidInput(
@@ -109,10 +105,9 @@ _WITHOUT = "run this model without the connector: vLLM's own caching works as be
 
 @dataclass(frozen=True, slots=True)
 class PartOfModel:
-    """vLLM's groups of layers with the same attention window (None: all before), which are stored together.
+    """Groups of layers with the same window (None: all before), stored together.
 
-    Layers with recurrent states have a window of two tokens: the next token needs the state after the last block, and
-    nothing of the blocks before.
+    Recurrent states have a window of two tokens: the next token needs only the state after the last block.
     """
 
     groups: tuple[int, ...]
@@ -121,7 +116,7 @@ class PartOfModel:
 
 
 def parts_of(groups: Any) -> list[PartOfModel]:
-    """Return the parts of the KV cache groups that ``check_groups`` accepts; a part without a window is the first."""
+    """Return the parts of the KV cache groups; a part without a window is the first."""
     numbers_by_kind: dict[tuple[int | None, bool], list[int]] = {}
     for number, group in enumerate(groups):
         spec = group.kv_cache_spec
@@ -151,7 +146,7 @@ def check_groups(groups: Any) -> None:
 
 
 def _check_states(spec: Any) -> None:
-    """Raise InvalidInput unless a slot of vLLM's block table has the state after exactly the tokens of its blocks."""
+    """Raise InvalidInput unless a slot of the block table has the state after exactly its blocks."""
     if spec.mamba_cache_mode != "align":
         raise InvalidInput(
             f'states are kept by mamba_cache_mode "{spec.mamba_cache_mode}", not at the ends of blocks: write '

@@ -5,8 +5,7 @@
         "type": "SkyMemoryTier", "module_path": "skymemory.engine.vllm.tier",
         "skymemory": {"store": "unix:///run/sky.sock", "weights": "revision 1"}}]}}'
 
-Its methods run in vLLM's scheduler and must not block: lookups return RETRY until vLLM's own lookup thread has asked
-the store, and loads and saves run in threads of the tier.
+Its methods run in vLLM's scheduler and must not block: lookups return RETRY until vLLM's lookup thread has asked.
 """
 
 from __future__ import annotations
@@ -156,8 +155,6 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own lookup thread, which asks the store."""
-
     def __init__(self, values: PluginStore, tier_type: str) -> None:
         self._values = values
         super().__init__(tier_type=tier_type)
@@ -167,12 +164,11 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _name(key: bytes) -> str:
-    """Return the name of vLLM's ``OffloadKey``: the hash of a block, and its group."""
     return key.hex()
 
 
 def _context(weights: str, dtype: str, config: Any, chunk_bytes: int) -> CacheContext:
-    """Return the context: all that vLLM's keys leave out. (They name only tokens, adapter, media and salt.)"""
+    """Return the context: all that vLLM's keys leave out. (They name tokens, adapter, media and salt.)"""
     parallel = config.parallel
     packing = (
         vllm.__version__,

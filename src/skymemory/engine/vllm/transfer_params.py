@@ -1,9 +1,8 @@
 """``kv_transfer_params`` of a request: a router uses them to prefill a prompt on one engine and decode on another.
 
-The format is that of vLLM's own proxy. The first step goes to the prefilling engine with ``max_tokens`` 1 and
-``{"do_remote_decode": true}``; its answer carries ``{"sky_tokens": 512}``. The second step goes to the decoding engine
-with these parameters. A router that sends both steps at once sends ``{"do_remote_prefill": true}``. NIXL reacts to that
-parameter as well, so a ``MultiConnector`` may contain only one connector that does.
+The first step, with ``max_tokens`` 1, has ``{"do_remote_decode": true}``; the second the answer's parameters, such as
+``{"sky_tokens": 512}``, or, if both are sent at once, ``{"do_remote_prefill": true}``. NIXL reacts to that, too: a
+``MultiConnector`` may contain only one such connector.
 """
 
 from __future__ import annotations
@@ -19,31 +18,27 @@ from skymemory.errors import InvalidInput
 
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _LONGEST_MS = 10**12
-"""Limit of ``sky_wait_ms``: JSON allows whole numbers that no float can hold."""
+"""Limit of ``sky_wait_ms``: no float holds all of JSON's whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """Parameters of a request. Keys of other connectors, such as ``remote_host``, are ignored."""
+    """Parameters of a request. Keys of other connectors are ignored."""
 
     hands_over: bool = False
-    """``do_remote_decode``: another engine will load all stored values of the prompt."""
+    """``do_remote_decode``: another engine will load the prompt's values."""
     takes_over: bool = False
-    """``do_remote_prefill`` or ``sky_tokens``: another engine stores the prompt's values, or will."""
+    """``do_remote_prefill`` or ``sky_tokens``: another engine stores the prompt's values."""
     tokens: int | None = None
-    """``sky_tokens``: number of the prompt's tokens that are stored; None: all in complete values."""
+    """``sky_tokens``: number of stored tokens; None: all in complete values."""
     wait_s: float = math.inf
-    """``sky_wait_ms``; the setting ``wait`` is an upper limit."""
+    """``sky_wait_ms``, limited by the setting ``wait``."""
     generation: str = ""
-    """``sky_generation``: generation of the prefilling engine after a cache reset (``identity.Seeds``)."""
+    """``sky_generation`` of the prefilling engine (``identity.Seeds``)."""
 
     @classmethod
     def read(cls, params: object) -> TransferParams:
-        """Read and check the parameters.
-
-        Raises:
-            InvalidInput: a value of the wrong type or below 0.
-        """
+        """Read and check the parameters. Raises InvalidInput for a wrong type, or a value below 0."""
         if params is None:
             return cls()
         if not isinstance(params, Mapping):
@@ -68,7 +63,6 @@ class TransferParams:
 
 
 def answer_of(tokens: int, generation: str) -> dict[str, Any]:
-    """Return the prefilling engine's answer: it stores the prompt's first ``tokens``."""
     return {"sky_tokens": tokens} | ({"sky_generation": generation} if generation else {})
 
 

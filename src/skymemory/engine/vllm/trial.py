@@ -1,4 +1,4 @@
-"""Trials at start, on the running engine: vLLM's interface, and copies of its blocks."""
+"""Trials at start on the running engine: vLLM's interface, and copies of its blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from skymemory.errors import InvalidInput
 
 
 def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blocks: int) -> int:
-    """Write noise into unused blocks of each of a part's ``groups``, read it back, and restore the contents; returns
-    the number of blocks tried.
+    """Write noise into unused blocks of each group, read it back, and restore the contents; returns the number of
+    blocks.
 
     Raises:
         InvalidInput: describes what differed.
@@ -59,7 +59,7 @@ def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blo
 
 
 def check_interface(ours: type, theirs: type, added: Iterable[str] = ()) -> None:
-    """Compare the methods of a connector with those of vLLM's base class; ``added``: methods that only ``ours`` has.
+    """Compare a connector's methods with those of vLLM's base class; ``added``: only in ``ours``.
 
     Raises:
         InvalidInput: vLLM no longer has a method, or calls it with other arguments.

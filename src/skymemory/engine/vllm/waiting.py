@@ -1,7 +1,7 @@
 """Loads of values that another engine is still computing: times and threads of their questions to the store.
 
-A waiting load holds no thread between its questions. The questions of all waiting loads take turns on threads that
-ordinary loads do not use. So neither a store that hangs nor many waiting loads block ordinary loads.
+A waiting load holds no thread between its questions, which take turns on their own threads: neither a store that hangs
+nor many waiting loads block ordinary loads.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 
 NOT_YET = frozenset({"absent", "uncertain", "missing"})
-"""Miss reasons that pass while another engine stores the value: it is absent, or incomplete."""
+"""Miss reasons that pass while another engine stores the value."""
 NOT_STORED = "not stored in time"
 ABORTED = "aborted"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _MOST_VALUES = 16
 _QUICK_S = 0.25
-"""Limit for a question: after a slower question the next asks for fewer values, since progress counts only when all of
-them have arrived.
-"""
+"""Limit for a question: after a slower question the next asks for fewer values."""
 
 
-class Pace:
-    """Number of values per question and pause between questions of one load."""
-
+class PollInterval:
     __slots__ = ("_pause_s", "values")
 
     def __init__(self) -> None:
@@ -64,7 +60,7 @@ class DelayedCalls:
 
     def call(self, work: Callable[[], None], after_s: float = 0.0) -> None:
         """Start ``work`` in ``after_s`` seconds, or later if all threads are busy."""
-        if after_s <= 0 and not self._closed and self._workers.submit(Call(work)):
+        if after_s <= 0 and not self._closed and self._workers.submit(WorkerCall(work)):
             return
         with self._changed:
             if self._closed:
@@ -77,7 +73,7 @@ class DelayedCalls:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop the calls that have not started; does not wait for the others."""
+        """Drop the calls that have not started."""
         with self._changed:
             self._closed = True
             self._later.clear()

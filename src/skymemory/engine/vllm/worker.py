@@ -1,16 +1,13 @@
 """The connector in a worker of vLLM: it loads values into blocks and saves blocks as values, concurrently with steps.
 
-Each step, in this order: ``begin`` (its loads start), the forward pass, ``end`` (completed values are copied out; a
-thread stores them), ``finished``, ``invalid_blocks`` and ``outcome`` (reports).
+Each step: ``begin`` (its loads start), the forward pass, ``end`` (completed values are copied out; a thread stores
+them), ``finished``, ``invalid_blocks`` and ``outcome`` (reports).
 
-A load that waits for another engine (``waiting``) asks for its next values again and again until all have arrived, or
-none for too long.
+A load that takes longer than computing is given up. Its thread may hang in the store, but writes no block any more, as
+vLLM then gives the blocks to another request.
 
-A load that takes longer than computing its tokens is given up. Its thread may hang in the store, but writes no block
-any more: vLLM then gives the blocks to another request, so ``_Job`` has a lock.
-
-On an accelerator all of this runs ahead of the device (``copier``). The same guarantees hold: a load has ended when its
-blocks are written, a value is stored after it is read, and a step's time is the device's.
+On an accelerator this runs ahead of the device (``copier``): a load has ended when its blocks are written, a value is
+stored after it is read, and a step's time is the device's.
 """
 
 from __future__ import annotations
@@ -25,10 +22,20 @@ from dataclasses import dataclass
 
 from skymemory.cache.blocks import TIER_FAILURES, LoadTally, Parts, PhaseClock
 from skymemory.cache.patience import Latencies, patience_while_computing_s
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.engine.vllm.copier import Mark, Now, PartCopier
-from skymemory.engine.vllm.plan import GIVEN_UP, Load, Loaded, Outcome, Piece, Plan, Save, Shape, rank_key
-from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, Pace
+from skymemory.engine.vllm.plan import (
+    GIVEN_UP,
+    Loaded,
+    LoadRequest,
+    Piece,
+    Save,
+    Shape,
+    StepPlan,
+    WorkerOutcome,
+    rank_key,
+)
+from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, PollInterval
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.base import Presence
@@ -38,27 +45,25 @@ _log = logging.getLogger(__name__)
 _THREADS = 4
 _WAITING_THREADS = 4
 _QUESTION_S = 0.0005
-"""Interpreter time of a question of a waiting load: many such loads pause longer, to leave time for the model."""
+"""Interpreter time of a question: many waiting loads pause longer."""
 _PAIRED_S = 0.5
-"""Limit of a value's load time for a second thread: a thread then verifies and copies while the other fetches. On a
-slower link each would only wait for the other, at last for longer than a store may take to answer.
+"""Limit of a value's load time for a second thread, which fetches while the other copies. On a slower link each would
+only wait for the other.
 """
 _UNKNOWN_S = 10.0
 _UNKNOWN_BYTES_PER_S = 1e6
 """Time and rate after which a load is given up while the compute speed is unknown."""
 _IDLE_S = 0.002
-"""Wait of a step without computing for a load to end: else vLLM would spin, and slow the loads."""
+"""Wait of a step without computing for a load: else vLLM would spin, and slow the loads."""
 _IDLE_SAVING_S = 0.005
-"""Wait of such a step for saves, which no request waits for (but a request that arrives meanwhile waits). Also for
-loads that wait for another engine's prefill.
-"""
+"""Wait of such a step for saves and waiting loads, as a new request waits for it."""
 _READ_BACK = 4
 _SAVED_AT_ONCE = 16
 _WAITING = 1 << 16
 
 
 class _Closed(RuntimeError):
-    """Error in a load that was given up: its blocks are no longer its own."""
+    """Error in a load that was given up: its blocks are another's."""
 
 
 class _Job:
@@ -66,7 +71,7 @@ class _Job:
 
     def __init__(
         self,
-        load: Load,
+        load: LoadRequest,
         copiers: Sequence[PartCopier],
         after: Mark,
         blocks_per_value: int,
@@ -83,7 +88,6 @@ class _Job:
         self._lock = threading.Lock()
         self._closed = False
         self.placed = 0
-        """Number of leading values in place."""
         self.end: Loaded | None = None
 
     def place(self, index: int, block: memoryview) -> None:
@@ -101,13 +105,12 @@ class _Job:
             self._writing[index] = copier.write(blocks, block, skipped, self._size, self._after)
 
     def close(self) -> None:
-        """Close the job; after the return nothing is written any more."""
+        """Close the job; on return nothing is written any more."""
         with self._lock:
             self._closed = True
         self.settle()
 
     def settle(self) -> None:
-        """Wait until all placed values are in their blocks."""
         with self._lock:
             writing = list(self._writing.values())
         for mark in writing:
@@ -121,19 +124,16 @@ class _Job:
         return piece.first_value + at
 
     def missing(self) -> tuple[int, ...]:
-        """Return the blocks that were not written, for a model with a single group of layers."""
         (piece,) = self.load.pieces
         return piece.blocks[0][max(0, self.placed * self._size - piece.skipped_blocks) :]
 
 
 class _WaitingJob(_Job):
-    """Load of values that another engine stores meanwhile, by successive questions."""
-
     def __init__(
-        self, load: Load, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
+        self, load: LoadRequest, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
     ) -> None:
         super().__init__(load, copiers, after, blocks_per_value, began_s, began_s + load.wait_s)
-        self.pace = Pace()
+        self.pace = PollInterval()
         self.size_bytes = 0
 
     @property
@@ -152,7 +152,7 @@ class _BackwardJob(_Job):
 
     def __init__(
         self,
-        load: Load,
+        load: LoadRequest,
         copiers: Sequence[PartCopier],
         after: Mark,
         blocks_per_value: int,
@@ -166,7 +166,6 @@ class _BackwardJob(_Job):
         self._done: set[int] = set()
         self.threads = 0
         self.ended_s = began_s
-        """Time when the last of its threads ended, possibly long before the step does."""
         self.size_bytes = 0
         self.reason = ""
         self._lost = 0
@@ -216,13 +215,10 @@ class _BackwardJob(_Job):
 
     @property
     def lowest(self) -> int:
-        """First block from which on all are in place."""
         return self.first_block(self.load.values - self.placed)
 
 
-class _From:
-    """Sink for a load's values from value ``first`` on."""
-
+class _LoadOffsetSink:
     def __init__(self, job: _Job, first: int) -> None:
         self._job = job
         self._first = first
@@ -244,8 +240,8 @@ class WorkerSide:
         queue_bytes: int = 512 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``by_request``: report a failed load to vLLM by request instead of by blocks. vLLM requires that for a model
-        with several groups of layers; and after part of a window no request can continue.
+        """``by_request``: report a failed load by request, not by blocks: required with several groups of layers, and
+        after part of a window no request can continue.
         """
         self._parts = parts
         self._compute = parts.first.compute
@@ -262,11 +258,10 @@ class WorkerSide:
         self._ended = threading.Condition()
         self._jobs: list[_Job] = []
         self._backward: dict[str, _BackwardJob] = {}
-        self._plan = Plan()
+        self._plan = StepPlan()
         self._began: Mark = Now()
         self._timed: deque[tuple[int, Mark, Mark]] = deque()
-        """Steps that the device may not have finished: their tokens, begin and end."""
-        self._outcome = Outcome()
+        self._outcome = WorkerOutcome()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._finished: set[str] = set()
@@ -276,7 +271,7 @@ class WorkerSide:
 
     # --- one step ---
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self._plan, self._began = plan, self._copiers[0].mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
@@ -297,8 +292,8 @@ class WorkerSide:
                 self._start(load)
 
     def end(self) -> None:
-        """Copy out completed values after the forward pass, which is done or queued on the device."""
-        plan, self._plan = self._plan, Plan()
+        """Copy out completed values after the forward pass, which is done or queued."""
+        plan, self._plan = self._plan, StepPlan()
         for save in plan.saves:
             self._saver.save(save, self._copiers[save.part], rank_key(save.key, self._rank))
         if plan.tokens:
@@ -328,13 +323,11 @@ class WorkerSide:
         return failed
 
     def invalid_blocks(self) -> set[int]:
-        """Return the blocks that were not loaded since the last step."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def outcome(self) -> Outcome | None:
-        """Return the report since the last step; None if it is empty."""
-        outcome, self._outcome = self._outcome, Outcome()
+    def outcome(self) -> WorkerOutcome | None:
+        outcome, self._outcome = self._outcome, WorkerOutcome()
         self._saver.report(outcome)
         with self._ended:
             waited_values, self._waited_values = self._waited_values, 0
@@ -345,7 +338,6 @@ class WorkerSide:
         return outcome if has_report or self._backward else None
 
     def close(self, drain_s: float) -> None:
-        """Store waiting values for up to ``drain_s``; loads end as given up. See ``Saver.close``."""
         for job in (*self._jobs, *self._backward.values()):
             job.close()
         self._loaders.close()
@@ -354,7 +346,7 @@ class WorkerSide:
 
     # --- loads ---
 
-    def _start(self, load: Load) -> _Job:
+    def _start(self, load: LoadRequest) -> _Job:
         size_bytes = self._bytes(load, load.values)
         computing_s = self._compute.seconds(load.tokens)
         patience_s = (
@@ -365,7 +357,7 @@ class WorkerSide:
         now_s = self._clock()
         job = _Job(load, self._copiers, self._began, self.shape.blocks_per_value, now_s, now_s + patience_s)
         self._jobs.append(job)
-        if not self._loaders.submit(Call(lambda: self._run(job, computing_s))):
+        if not self._loaders.submit(WorkerCall(lambda: self._run(job, computing_s))):
             self._end(job, "too many loads", 0)
         return job
 
@@ -397,22 +389,21 @@ class WorkerSide:
     ) -> None:
         blocks = self._parts.parts[piece.part].blocks
         ours = [rank_key(key, self._rank) for key in keys]
-        blocks.load_found(ours, _From(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
+        blocks.load_found(ours, _LoadOffsetSink(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
 
-    def _bytes(self, load: Load, values: int) -> int:
+    def _bytes(self, load: LoadRequest, values: int) -> int:
         size_bytes = 0
         for piece in load.pieces:
             size_bytes += min(values, len(piece.keys)) * self._parts.parts[piece.part].blocks.layout.block_bytes
             values -= min(values, len(piece.keys))
         return size_bytes
 
-    def _start_waiting(self, load: Load) -> None:
+    def _start_waiting(self, load: LoadRequest) -> None:
         job = _WaitingJob(load, self._copiers, self._began, self.shape.blocks_per_value, self._clock())
         self._jobs.append(job)
         self._waiters.call(lambda: self._ask(job))
 
     def _ask(self, job: _WaitingJob) -> None:
-        """Ask once, in a thread, for the next values of a waiting load; then schedule the next question."""
         if job.closed:
             return
         first, started_s = job.placed, self._clock()
@@ -449,14 +440,14 @@ class WorkerSide:
                 job.end = self._end_of(job, reason, job.size_bytes, self._clock() - job.began_s)
             self._ended.notify_all()
 
-    def _start_backward(self, load: Load, fence: int) -> None:
+    def _start_backward(self, load: LoadRequest, fence: int) -> None:
         job = _BackwardJob(load, self._copiers, self._began, self.shape.blocks_per_value, self._clock(), fence)
         self._backward[load.request] = job
         self._join(job)
 
     def _join(self, job: _BackwardJob) -> None:
         with self._ended:
-            job.threads += self._loaders.submit(Call(lambda: self._run_backward(job)))
+            job.threads += self._loaders.submit(WorkerCall(lambda: self._run_backward(job)))
 
     def _run_backward(self, job: _BackwardJob) -> None:
         while (index := job.take()) is not None:
@@ -539,7 +530,6 @@ class WorkerSide:
 class _Waiting:
     save_key: bytes
     key: bytes
-    """Key of this rank's share."""
     place: Place
     value: memoryview
     copied: Mark
@@ -547,14 +537,14 @@ class _Waiting:
 
 
 class Saver:
-    """Bounded queue of values on their way to the store, copied out; a single thread stores them."""
+    """Bounded queue of copied-out values; a single thread stores them."""
 
     def __init__(self, parts: Parts, queue_bytes: int) -> None:
         self._parts = parts
         self._value_bytes = [PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts]
         self._most_bytes = queue_bytes
         self._free: list[list[memoryview]] = [[] for _ in parts.parts]
-        """Buffers of stored values by part, for reuse: the first touch of memory is ten times slower."""
+        """Buffers by part, for reuse: the first touch of memory is ten times slower."""
         self._waiting: deque[_Waiting] = deque()
         self._held = 0
         self._held_bytes = 0
@@ -598,7 +588,7 @@ class Saver:
                 self._thread.start()
             self._changed.notify_all()
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, outcome: WorkerOutcome) -> None:
         with self._changed:
             outcome.saving = self._held
             outcome.counts, self._counts = dict(self._counts), Counter()
@@ -613,9 +603,8 @@ class Saver:
     def close(self, drain_s: float) -> None:
         """Store waiting values for up to ``drain_s``.
 
-        vLLM determines the time. `vllm serve` kills its workers at SIGTERM without calling this, unless it has a
-        ``--shutdown-timeout`` in seconds; then it keeps stepping until all is saved (``SchedulerSide.saving``) and
-        calls this with nothing left to do. vLLM's ``LLM`` gives 5 s at its end.
+        `vllm serve` kills its workers without calling this, unless it has a ``--shutdown-timeout``; then it steps until
+        all is saved. vLLM's ``LLM`` gives 5 s at its end.
         """
         with self._changed:
             self._stopping = True
@@ -658,8 +647,8 @@ class Saver:
                 self._changed.notify_all()
 
     def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes], list[bytes]]:
-        """Store the values of ``batch`` that the store lacks; returns counts, the keys that it has now, and the keys
-        that it did not take. A value that another engine is storing is in neither list: that may fail.
+        """Store what the store lacks; returns counts, the keys that it has now, and the keys that it did not take.
+        Values that another engine is storing are in neither list.
         """
         started_s = time.perf_counter()
         blocks = self._parts.first
@@ -686,7 +675,7 @@ class Saver:
         return counts, [waiting.save_key for waiting in present + stored], unsaved
 
     def _load(self, stored: list[_Waiting]) -> None:
-        """Load stored values once, to measure the link's latency and rate before a prompt needs them."""
+        """Load stored values, to measure the link's latency and rate before a prompt needs them."""
         for number, some in enumerate((stored[:1], stored[:1], stored)):
             started_s = time.perf_counter()
             values = self._parts.first.store.get_many([waiting.key for waiting in some])

@@ -1,1 +1,1 @@
-"""Codecs that compress the bytes of a KV block, each with its measured size and loss."""
+"""Codecs of KV blocks, each with its measured size and loss."""

@@ -14,8 +14,8 @@ from skymemory.kv.block import Buffer, KVLayout, to_float32
 class Codec(Protocol):
     """Codec of a block (raw bytes of ``KVLayout.shape``) to a payload and back.
 
-    ``decode`` undoes ``encode`` of the same codec and layout: bit for bit if ``lossless``, else within the errors that
-    :func:`measure` reports. ``codec_id`` is stored with values: its meaning never changes.
+    ``decode`` undoes ``encode`` of the same codec and layout: bit for bit if ``lossless``. ``codec_id`` is stored with
+    values: its meaning never changes.
     """
 
     @property
@@ -28,25 +28,19 @@ class Codec(Protocol):
     def lossless(self) -> bool: ...
 
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
-        """Return the payload of ``block`` (``layout.block_bytes`` bytes), never an alias of it.
-
-        Raises :class:`InvalidInput` for a block of another size.
-        """
+        """Return the payload of ``block``, never an alias of it. Raises InvalidInput for a block of another size."""
         ...
 
     def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
-        """Write the block into ``out`` (writable, ``layout.block_bytes`` bytes).
-
-        Raises :class:`MalformedPacket` for a payload of another codec or layout (its subclass :class:`LaterVersion` if
-        a later release wrote it); ``out`` is then undefined and the caller counts a miss. A codec whose payloads have
-        no version never changes its format: another format is another ``codec_id``.
+        """Write the block into ``out`` (writable, ``layout.block_bytes`` bytes). Raises MalformedPacket for another
+        codec's or layout's payload; ``out`` is then undefined.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CodecReport:
-    """Effect of a codec on a block. Errors are absolute, in the units of the numbers."""
+    """Effect of a codec on a block. Errors are absolute."""
 
     size_bytes: int
     raw_bytes: int
@@ -55,12 +49,11 @@ class CodecReport:
 
     @property
     def ratio(self) -> float:
-        """Payload bytes divided by raw bytes."""
         return self.size_bytes / self.raw_bytes
 
 
 def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
-    """Encode and decode ``block``, and compare. Equal bits count as no error, even infinities."""
+    """Encode, decode and compare. Equal bits count as no error, even infinities."""
     view = memoryview(block).cast("B")
     payload = codec.encode(view, layout)
     decoded = bytearray(layout.block_bytes)
@@ -79,8 +72,6 @@ def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
 
 
 class RawCodec:
-    """Lossless codec whose payload is the block."""
-
     name = "raw"
     codec_id = 0
     lossless = True

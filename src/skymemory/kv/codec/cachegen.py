@@ -1,13 +1,9 @@
-"""Codec ``cachegen``: fewer bits per number than 8-bit integers; each layer is rounded as coarsely as it tolerates.
-
-It follows CacheGen (Liu et al., SIGCOMM 2024):
+"""Codec ``cachegen``: each layer is rounded as coarsely as it tolerates. Follows CacheGen (Liu et al., SIGCOMM 2024):
 
 1. rotate keys back to before their rotary positions;
 2. round numbers in steps that grow with the layer: the only lossy step;
 3. encode a channel's numbers as differences from an anchor token or the channel's mean;
 4. entropy-code the differences with the block's own tables (steps 2-4: ``entropy``).
-
-Blocks and sections are independent: no table is shared between blocks, so any block may be lost.
 
 Payload, version 2, little-endian::
 
@@ -61,11 +57,10 @@ Floats = npt.NDArray[np.float32]
 BASES = (0.0, 1e4, 5e5, 1e6)
 """Rotation bases by number in the payload: none; Llama, Llama 2, Mistral 7B v0.1; Llama 3; Qwen 2, Mistral."""
 _WORTH = 0.95
-"""Fraction of the unrotated sum of variances below which a base must bring it to be used."""
 
 
 def best_base(keys: Floats) -> int:
-    """Return the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once rotated back."""
+    """Return the base by which ``keys`` vary least."""
     _, tokens, head_dim = keys.shape
     if head_dim % 2 or tokens < 2:
         return 0
@@ -88,7 +83,7 @@ def _summed(numbers: npt.NDArray[np.float64], factors: Floats) -> npt.NDArray[np
 
 
 def turn(keys: Floats, base: int, direction: int) -> Floats:
-    """Rotate ``keys`` forward (direction 1) or back (-1) by their tokens' positions in the block."""
+    """Rotate forward (direction 1) or back (-1) by the tokens' positions."""
     if not base:
         return keys
     _, tokens, head_dim = keys.shape
@@ -117,14 +112,13 @@ def _angles(base: int, tokens: int, head_dim: int) -> tuple[Floats, Floats]:
 Steps = npt.NDArray[np.float32]
 
 MIN_CODE, MAX_CODE = -480, 500
-"""Range of step codes, 2 ** -120 .. 2 ** 125: normal float32 numbers."""
 MAX_QUOTIENT = 1 << 20
 """Largest number of steps from 0: float32 still resolves halves there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Steps in the first, middle and last third of the layers, in standard deviations of a channel over the tokens."""
+    """Steps in the thirds of the layers, in a channel's standard deviations."""
 
     name: str
     number: int
@@ -132,7 +126,6 @@ class Level:
     values: tuple[float, float, float]
 
     def relative_step(self, layer: int, layers: int, part: int) -> float:
-        """Return the step of keys (part 0) or values (1) of a layer, in standard deviations."""
         return (self.keys, self.values)[part][3 * layer // layers]
 
 
@@ -148,14 +141,12 @@ LEVELS = {
 
 
 def level_of(name: str) -> Level:
-    """Return a level by name. Raises InvalidInput if there is none."""
     if name not in LEVELS:
         raise InvalidInput(f"no cachegen level {name!r}: choose one of {', '.join(LEVELS)}")
     return LEVELS[name]
 
 
 def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
-    """Return the code of each head's step, for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
     exact = numbers.astype(np.float64)
     tokens = numbers.shape[1]
     centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0
@@ -169,7 +160,7 @@ def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.ND
 
 
 def steps_of(codes: npt.NDArray[np.int16]) -> Steps:
-    """Return 2 ** (code / 4), the same on every machine: a power of two times one of four constants."""
+    """Return 2 ** (code / 4), the same on every machine."""
     octaves, quarters = np.divmod(codes.astype(np.int32), 4)
     return np.ldexp(_QUARTERS[quarters], octaves)
 
@@ -195,18 +186,13 @@ class CacheGen:
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """Create a codec.
-
-        If a block has only some of a model's ``of`` layers, ``layers`` are their numbers, on which steps depend.
-        Decoding needs neither.
-        """
+        """Set up. ``layers``: numbers of a block's layers if it has only some of ``of``; for encoding."""
         self.level: Level = level_of(level)
         self._layers = tuple(layers)
         self._of = of
         self.name = "cachegen" if level == "medium" else f"cachegen-{level}"
 
     def check(self) -> None:
-        """Raise CodecUnavailable if the library is missing."""
         constriction()
 
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
@@ -249,7 +235,6 @@ def _front(layout: KVLayout, level: int, table: bytes) -> bytes:
 
 
 def _sections(view: memoryview, layout: KVLayout) -> list[memoryview]:
-    """Return the checked sections of a payload of this ``layout``."""
     begin = _HEADER.size + 2 * layout.layers * _ENTRY.size
     if len(view) < begin:
         raise MalformedPacket(f"a cachegen payload of {len(view)} bytes, its table alone ends at {begin}")
@@ -284,7 +269,6 @@ def _codes(section: memoryview, layout: KVLayout) -> npt.NDArray[np.int16]:
 
 
 def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float, base: int) -> bytes:
-    """Encode a layer's keys or values (kv_heads, block_tokens, head_dim), already rotated back by ``base``."""
     heads, tokens, head_dim = numbers.shape
     codes = step_codes(numbers, relative_step)
     scaled = (numbers / steps_of(codes)[:, None, None]).transpose(0, 2, 1)
@@ -315,7 +299,7 @@ def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float3
 
 
 def _to_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Round to nearest, ties to even: the inverse of ``to_float32`` for finite numbers."""
+    """Round to nearest, ties to even."""
     if dtype != "bfloat16":
         return numbers.astype("<f4" if dtype == "float32" else "<f2").tobytes()
     wide = np.ascontiguousarray(numbers).view(np.uint32)

@@ -1,7 +1,6 @@
 """Rounding, prediction and entropy coding of ``cachegen``: ANS (library ``constriction``) with empirical tables.
 
-``Writer`` collects runs of symbols, each with its table of frequencies; ``Reader`` returns the runs in the same order.
-Tables precede the coded words::
+Runs of symbols, each with its table of frequencies; the tables precede the coded words::
 
     section:  u32 bytes of the tables · tables · u32 words of the ANS coder, little-endian
     table:    u8 first symbol · u8 symbols − 1 · per symbol its frequency in 4096, LEB128 (none for a single symbol)
@@ -23,14 +22,11 @@ from skymemory.installation import install_command
 Ints = npt.NDArray[np.int32]
 
 TOTAL = 4096
-"""Sum of a table's frequencies: they fit two bytes each, and represent symbols of 12 bits."""
 MAX_BITS = 24
-"""Numbers written individually are below 2 ** 24 on either side of 0."""
 
 
 @functools.cache
 def constriction() -> Any:
-    """Import the library. Raises CodecUnavailable if it is not installed."""
     try:
         import constriction as library
     except ImportError as error:
@@ -40,14 +36,11 @@ def constriction() -> Any:
 
 
 class Writer:
-    """Encoder of runs of symbols to a section."""
-
     def __init__(self) -> None:
         self._runs: list[tuple[Ints, Any]] = []
         self._tables = bytearray()
 
     def symbols(self, symbols: Ints) -> None:
-        """Write a run of symbols 0..255, with their table. An empty run has no table."""
         if not len(symbols):
             return
         first = int(symbols.min())
@@ -62,12 +55,11 @@ class Writer:
             self._runs.append((shifted, _model(frequencies)))
 
     def bits(self, numbers: Ints, width: int) -> None:
-        """Write a run of numbers below 2 ** width, all equally likely."""
         if width and len(numbers):
             self._runs.append((numbers, constriction().stream.model.Uniform(1 << width)))
 
     def numbers(self, numbers: Ints) -> None:
-        """Write a run of numbers of up to MAX_BITS bits and sign: the number of bits of each, then the bits."""
+        """Write numbers of up to MAX_BITS bits and sign: first the widths, then the bits."""
         folded = numbers << 1 ^ numbers >> 31
         widths = np.frexp(folded.astype(np.float64))[1].astype(np.int32)
         self.symbols(widths)
@@ -113,7 +105,6 @@ class Reader:
         return decoded + np.int32(first)
 
     def bits(self, count: int, width: int) -> Ints:
-        """Return a run of ``count`` numbers below 2 ** width."""
         if not width or not count:
             return np.zeros(count, np.int32)
         decoded: Ints = self._coder.decode(constriction().stream.model.Uniform(1 << width), count)
@@ -149,7 +140,6 @@ def _model(frequencies: npt.NDArray[np.int64]) -> Any:
 
 
 def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Scale ``counts`` to a sum of TOTAL, at least 1 for what occurs. The largest gets the rounding difference."""
     scaled: npt.NDArray[np.int64] = counts * (TOTAL - len(counts)) // counts.sum() + (counts > 0)
     scaled[np.argmax(scaled)] += TOTAL - scaled.sum()
     return scaled
@@ -166,10 +156,10 @@ def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 _CLASSES = 48
-"""Class 0: all differences are 0. Class c from 1 on: on average below 2 ** ((c − 5) / 2)."""
+"""Class 0: all differences are 0. Class c: on average below 2 ** ((c − 5) / 2)."""
 _LIMITS = 2.0 ** ((np.arange(1, _CLASSES) - 5) / 2)
 _LEAST_NUMBERS = 1024
-"""Numbers below which a class is merged with the next, since a table costs about 20 bytes."""
+"""Least numbers of a class: a table costs about 20 bytes."""
 _FAR = 31
 _ESCAPE = 2 * _FAR + 1
 
@@ -197,7 +187,7 @@ def encode_section(quotients: Ints) -> bytes:
 
 
 def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
-    """Return the quotients (channels, tokens). Raises MalformedPacket for an invalid section."""
+    """Return the quotients (channels, tokens); MalformedPacket for an invalid section."""
     reader = Reader(section)
     classes, ways = np.divmod(reader.symbols(channels), len(GROUPS))
     if classes.max() >= _CLASSES:
@@ -227,7 +217,6 @@ def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
 
 
 def _classes(differences: Ints) -> Ints:
-    """Return the class of each channel; small classes are merged with the next larger class present."""
     tokens = differences.shape[1]
     sizes = np.abs(differences).sum(axis=1, dtype=np.int64)
     classes = np.searchsorted(_LIMITS * tokens, sizes, side="right").astype(np.int32) + 1
@@ -242,7 +231,6 @@ def _classes(differences: Ints) -> Ints:
 
 
 def _low_bits(number: int) -> int:
-    """Return how many low bits to cut off: as many as leave an average of about 4."""
     return max(0, (number - 5) // 2 - 2)
 
 
@@ -265,15 +253,13 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 PHASES = 8
-"""Fractions of a step by which a grid can be moved."""
 _PULL_PARTS = 64
 MAX_PULL = 16
-"""Limit of the pull: a quarter of a step, in addition to the half of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapped:
-    """Numbers on grids: integers (channels, tokens), phases (channels,) below PHASES, and a pull in 64ths."""
+    """Numbers on grids: integers (channels, tokens), phases (channels,), and a pull in 64ths."""
 
     quotients: Ints
     phases: Bytes
@@ -281,7 +267,7 @@ class Snapped:
 
 
 def snap(scaled: Floats) -> Snapped:
-    """Round ``scaled`` (channels, tokens), in steps, to the nearest points of grids through the channels' means."""
+    """Round ``scaled`` (channels, tokens) to grids through the channels' means."""
     means = scaled.mean(axis=1, dtype=np.float64)
     phases = (np.rint((means - np.floor(means)) * PHASES).astype(np.int64) % PHASES).astype(np.uint8)
     shifts = (phases / np.float32(PHASES)).astype(np.float32)[:, None]
@@ -293,7 +279,6 @@ def snap(scaled: Floats) -> Snapped:
 
 
 def unsnap(snapped: Snapped) -> Floats:
-    """Return the numbers in steps (channels, tokens)."""
     shifts = (snapped.phases / np.float32(PHASES)).astype(np.float32)[:, None]
     scaled = snapped.quotients + shifts
     if snapped.pull:
@@ -306,7 +291,7 @@ def packed_bytes(channels: int) -> int:
 
 
 def pack(phases: Bytes) -> bytes:
-    """Pack phases in three bits each, the first in the highest bits; zeros fill the last byte."""
+    """Pack phases in three bits each, the first in the highest bits."""
     return np.packbits(np.unpackbits(phases[:, None], axis=1)[:, 5:].ravel()).tobytes()
 
 
@@ -317,7 +302,7 @@ def unpack(data: memoryview, channels: int) -> Bytes:
 
 
 def _sides(quotients: Ints) -> npt.NDArray[np.int8]:
-    """Return the side of the channel's mean grid point, -1, 0 or 1; equal in encoder and decoder."""
+    """Return the side of the channel's mean grid point, -1, 0 or 1."""
     centres = np.rint(quotients.sum(axis=1, dtype=np.int64) / quotients.shape[1]).astype(np.int64)
     sides: npt.NDArray[np.int8] = np.sign(quotients - centres[:, None]).astype(np.int8)
     return sides

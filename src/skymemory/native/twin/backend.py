@@ -1,17 +1,15 @@
-"""Pure-Python twin of the compiled helper: same signatures, same results. Tests compare the two.
+"""Pure-Python twin of the compiled helper: same signatures, same results. All functions are here or in:
 
-All functions are exported here. This file contains CRC-32, XXH64, SHA-256 and HTTP headers; the others are in:
-
-=============  ===================================================================================
+=============  ==================================================================
 ``segments``   packets: verify, place payloads; MACs
 ``relay``      packets in transit
-``runs``       runs of packets as receive offload delivers them: a client's answers, a satellite's plain GETs and SETs
+``runs``       runs of packets: a client's answers, a satellite's plain GETs, SETs
 ``sockets``    batched socket calls, small packets; values from stream sockets
 ``blocks``     blocks that an index knows
 ``prefix``     servers that hold blocks of prompts
 ``queues``     prefills sent to servers, and their ends
 ``ttft``       estimates of the time to first token
-=============  ===================================================================================
+=============  ==================================================================
 """
 
 from __future__ import annotations
@@ -121,7 +119,6 @@ def crc32(data: Buffer, value: int = 0) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return the product of two reflected polynomials modulo the CRC's polynomial."""
     product = 0
     while a:
         if a & _ONE:
@@ -133,7 +130,6 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift_of(length_bytes: int) -> int:
-    """Return ``x**(8*length_bytes)`` modulo the polynomial: the factor for appending that many bytes."""
     result, square = _ONE, _ONE >> 8
     while length_bytes:
         if length_bytes & 1:
@@ -145,20 +141,18 @@ def _shift_of(length_bytes: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the same multiplication as four tables, per byte: four lookups instead of 32 steps."""
     shift = _shift_of(length_bytes)
     return tuple(tuple(_multiply(byte << at, shift) for byte in range(256)) for at in (0, 8, 16, 24))
 
 
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
-    """Return the CRC-32 of ``a + b`` from the CRCs of ``a`` and ``b``, and ``len(b)``."""
+    """Return the CRC-32 of ``a + b`` from both CRCs and ``len(b)``."""
     if len2 < 0:
         raise ValueError(f"length {len2}: expected 0 or more")
     return _multiply(crc1 & 0xFFFFFFFF, _shift_of(len2)) ^ crc2 & 0xFFFFFFFF
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
-    """Return the CRC-32 of each ``chunk_bytes`` of ``value``, the last maybe shorter."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     view = memoryview(value).cast("B")
@@ -167,7 +161,7 @@ def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
 
 
 def crc32_join(crcs: Buffer, chunk_bytes: int, value_bytes: int) -> int:
-    """Return the CRC-32 of a value from the CRCs of its chunks (native-endian uint32, in order)."""
+    """Return a value's CRC-32 from its chunks' (native-endian uint32, in order)."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     parts = memoryview(crcs).cast("B").cast("I").tolist()
@@ -256,9 +250,7 @@ def _blocks(data: Buffer, block_bytes: int) -> list[bytes]:
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
-    """Return the chained hashes of the whole blocks of ``data`` (uint64, maybe read-only), without an incomplete block.
-    ``seed`` (its lower 64 bits) stands for everything before.
-    """
+    """Return the chained hashes of the whole blocks; ``seed`` stands for everything before."""
     previous, hashes = seed & _MASK, []
     for block in _blocks(data, block_bytes):
         previous = _hash(block + previous.to_bytes(8, "little"), 0)
@@ -267,15 +259,11 @@ def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
 
 
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
-    """Return the seeded XXH64 of each whole block by itself."""
     return np.array([_hash(block, seed & _MASK) for block in _blocks(data, block_bytes)], dtype=np.uint64)
 
 
 def chain_sha256(data: Buffer, block_bytes: int, seed: bytes) -> list[bytes]:
-    """Return the chained SHA-256 of the whole blocks: each of the previous digest (first ``seed``) and the block.
-
-    Raises ValueError for blocks of no bytes and a seed that has not 32 bytes.
-    """
+    """Return chained SHA-256 of the whole blocks: of the previous digest (first ``seed``) and the block."""
     if len(seed) != hashlib.sha256().digest_size:
         raise ValueError(f"a seed of {len(seed)} bytes: expected 32")
     previous, digests = seed, []
@@ -296,11 +284,10 @@ def pack_tokens(tokens: object) -> bytes | None:
 
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
-"""Names and values, in their order and case."""
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
-    """Return the first value of each header name, names in lower case, in order."""
+    """Return the first value of each name, in lower case."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         first.setdefault(name.lower(), value)
@@ -308,7 +295,7 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
-    """Return header lines with line ends, without lower-case names in ``left_out``."""
+    """Return the header lines, without the names (in lower case) ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:
@@ -329,10 +316,8 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 
 def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
-    """Count the parts of a JSON text: lists and objects, texts (with names), commas, commas of the outermost list, and
-    the end of that list's first item (0: none).
-
-    Nothing is decoded or checked. A long text is counted while other threads run.
+    """Count the parts of a JSON text, unchecked: lists and objects, texts, commas, commas of the outermost list, and
+    the end of that list's first item (0: none). A long text is counted without the GIL.
     """
     lists = texts = commas = items = first_end = depth = 0
     for match in _JSON_MARKS.finditer(text):
@@ -358,11 +343,9 @@ _PLAIN = re.compile(rb'[^\x00-\x1f\x80-\xff\\"]*')
 
 
 def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
-    """Cut long texts out of a request's body, so that little is left to decode. Return the body with these emptied, and
-    the texts: the ``prompt`` by -1, the ``content`` of messages by number.
-
-    A text is cut out from 512 bytes on if its bytes stand for themselves: ASCII without escapes. The remainder is JSON
-    if and only if ``text`` is.
+    """Cut long texts (ASCII without escapes, from 512 bytes on) out of a request's body. Return the body, and the
+    texts: the ``prompt`` by -1, the ``content`` of messages by number. The remainder is JSON if and only if ``text``
+    is.
     """
     cuts = _long_texts(text)
     remainder, texts, at = b"", {}, 0
@@ -372,8 +355,8 @@ def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
 
 
 def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
-    """Return number, begin and end of each long text; empty if a field occurs twice, or a name is escaped: only a
-    decoder knows which occurrence counts.
+    """Return number, begin and end of long texts; empty for repeated or escaped fields: only a decoder knows what
+    counts.
     """
     cuts: list[tuple[int, int, int]] = []
     fields: set[tuple[int, bytes]] = set()
@@ -411,7 +394,7 @@ def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
 
 
 def read_cached(path: str, head: bytearray | memoryview, out: bytearray | memoryview) -> int | None:
-    """Fill ``head``, then ``out``, from the start of a plain file in the page cache; return the number of bytes, or
-    None if that would block on the disk. The twin always returns None: Python's ``open`` blocks.
+    """Fill ``head``, then ``out``, from the page cache; return the number of bytes, or None if that would block. The
+    twin returns None.
     """
     return None

@@ -1,11 +1,7 @@
 """``BlockTable``: the blocks of a radix index by hash, each with a packed row and the previous block.
 
-A block's hash names all blocks before it, so no edges are compared: a single lookup finds a block, and ``parent`` leads
-back along its prompt. A block named as a parent but absent has no row; it is forgotten with its last child. Depth is
-the number of blocks before a block: all that is known about a block must agree on it.
-
-Rows are those of ``skymemory.index.radix``, of which only the value's bytes and the group number matter here. Records
-are those of ``skymemory.index.journal``.
+A block named as a parent but absent has no row; it is forgotten with its last child. Rows are those of
+``skymemory.index.radix``, records those of ``skymemory.index.journal``.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _ADD_HEAD = struct.Struct("<III32s")
 _MARKER, _ADD, _REMOVE = 0x5B, 1, 2
 
 NumbersOf = Callable[[bytes, int, bool], Sequence[int]]
-"""Callback for the group numbers that a record packs: (their bytes, count, True if with the chunk size)."""
+"""Callback for a record's group numbers: their bytes, count, True if with chunk sizes."""
 Visit = Callable[[int, "bytes | None", bytes, bytes, list[int]], object]
 
 
@@ -41,7 +37,6 @@ class _Block:
         self.parent: bytes | None = None
         self.children = 0
         self.row: bytes | None = None
-        """None if the block is absent but has children."""
 
 
 class BlockTable:
@@ -49,7 +44,6 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.capacity_bytes = math.inf
-        """Memory size of the values, for ``held``."""
         self._changes = 0
         self.clear()
 
@@ -63,9 +57,8 @@ class BlockTable:
         return self._present
 
     def enter(self, hashes: Buffer, rows: Buffer, start: int, parent: bytes | None) -> int | None:
-        """Enter a chain with the table's own group numbers. Its first block is at depth ``start`` after ``parent``
-        (None exactly at depth 0); rows of present blocks are replaced. Return the number of new blocks; None, with no
-        change, if the chain contradicts itself or the table.
+        """Enter a chain, in rows with this table's group numbers, at depth ``start`` after ``parent``, replacing
+        present rows. Return the number of new blocks; None, with no change, on a contradiction.
         """
         keys, packed = _split(hashes, _HASH_BYTES, "hashes"), _split(rows, _ROW_BYTES, "rows")
         if len(keys) != len(packed):
@@ -105,7 +98,7 @@ class BlockTable:
         return self._present - before
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; False if absent. Its successors stay, unreachable until it is entered again."""
+        """Remove a block; False if absent. Its successors stay."""
         block = self._block(key)
         if block is None or block.row is None:
             return False
@@ -134,7 +127,6 @@ class BlockTable:
         return len(keys)
 
     def place(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Return a block's depth and the previous hash; None if absent."""
         block = self._block(key)
         return None if block is None or block.row is None else (block.depth, block.parent)
 
@@ -144,8 +136,8 @@ class BlockTable:
         return None if block is None or block.row is not None else block.depth + 1
 
     def held(self) -> list[float]:
-        """Return the bytes of the values present, by group number. Values fade exponentially, by ``capacity_bytes``, as
-        later values are entered.
+        """Return the values' bytes by group number, fading exponentially, by ``capacity_bytes``, as later values are
+        entered.
         """
         return list(self._held)
 
@@ -153,8 +145,8 @@ class BlockTable:
         return [(key, self._blocks[key].depth, _SIZE_AND_GROUP.unpack(row)[1]) for key, row in self._there()]
 
     def runs(self, visit: Visit) -> None:
-        """Call ``visit(start, parent, hashes, rows, groups)`` for every run, a chain of maximum length. Rows name
-        groups by position in ``groups``. ``visit`` must not change the table.
+        """Call ``visit(start, parent, hashes, rows, groups)`` for every run. Rows name groups by position. It must not
+        change the table.
         """
         follows: dict[bytes, bytes] = {}
         heads = []
@@ -181,8 +173,8 @@ class BlockTable:
                 raise RuntimeError("the table was changed while its runs were visited")
 
     def replay(self, data: Buffer, at: int, numbers_of: NumbersOf) -> int:
-        """Apply the records from ``at`` on that add or remove blocks, up to the first that is incomplete, damaged, of
-        another kind, or contradicts the table; return its offset.
+        """Apply additions and removals from ``at``, up to the first incomplete, damaged, other or contradictory record;
+        return its offset.
         """
         view = memoryview(data).cast("B")
         if not 0 <= at <= len(view):

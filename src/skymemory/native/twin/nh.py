@@ -1,6 +1,5 @@
-"""Keyed hash of payloads that MACs cover: 16 bytes for each block of 1,024.
-
-It hides nothing and authenticates nothing by itself: it goes into the HMAC, whose output reveals nothing of it.
+"""Keyed hash of payloads that MACs cover: 16 bytes for each block of 1,024. It authenticates nothing by itself: it goes
+into the HMAC.
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ if TYPE_CHECKING:
 
 PAYLOAD_BLOCK_BYTES: Final = 1024
 PAYLOAD_KEY_BYTES: Final = PAYLOAD_BLOCK_BYTES + 16
-"""Bytes of a key: a block plus the second pass's shift."""
 _WORDS = 8
 _GROUPS = PAYLOAD_BLOCK_BYTES // (4 * _WORDS)
 
 
 def payload_hash(key: bytes, payload: Buffer) -> bytes:
-    """Return the NH of UMAC (RFC 4418, 5.2.2) of each block in two Toeplitz passes, all words little-endian. The last
-    block is padded with zeros to whole groups of 32 bytes.
-
-    Two payloads of equal length collide for at most a fraction of 2^-64 of all keys.
+    """Return the NH of UMAC (RFC 4418, 5.2.2) of each block in two Toeplitz passes, little-endian, zero-padded to
+    groups of 32 bytes. Two payloads of equal length collide for at most a fraction of 2^-64 of all keys.
     """
     data = bytes(payload)
     groups = np.frombuffer(data + bytes(-len(data) % (4 * _WORDS)), "<u4").reshape(-1, _WORDS)

@@ -1,10 +1,8 @@
 """Tables of the blocks that servers hold: ``PrefixTable`` estimates them (LRU), ``HolderTable`` follows engines'
 events.
 
-Blocks are uint64 chained hashes (``backend.chain_hashes``), each naming all blocks before it. Servers are *slots*,
-small numbers. In a ``PrefixTable`` each slot has a shelf of at most ``capacity`` blocks, by last use. Learning a chain
-uses its blocks from the last to the first, so evicting the least recently used never takes the head of a prefix before
-its end: a slot's blocks are *prefix-closed*.
+Blocks are uint64 chained hashes, servers *slots*, small numbers. Learning uses a chain's blocks from the last to the
+first, so eviction keeps a slot *prefix-closed*.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ if TYPE_CHECKING:
 
 MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
-"""Block in a dump: hash, position of its parent in the dump, four zero bytes."""
 _NO_PARENT = 0xFFFFFFFF
 
 
 class PrefixTable:
-    """Estimated blocks per slot, at most ``capacity``, unless ``set_capacity`` changes it.
-
-    ``secret`` (odd) makes the hash table's buckets unpredictable: otherwise a client could choose prompts that share a
-    bucket, and make it slow. The twin does not use it.
+    """Estimated blocks per slot, at most ``capacity``. ``secret`` (odd): else a client could choose prompts that share
+    a hash bucket. The twin does not use it.
     """
 
     def __init__(self, capacity: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -42,7 +37,6 @@ class PrefixTable:
         self._changes = 0
         self._own: dict[int, int] = {}
         self._holders: dict[int, int] = {}
-        """Slots that hold each block, as bits; no block without any."""
         self._shelves: dict[int, OrderedDict[int, int | None]] = {}
         """Parent of each block per slot, the last used block last."""
 
@@ -67,7 +61,7 @@ class PrefixTable:
         return [depths[slot] for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """Record that ``slot`` holds and uses this chain; evict beyond its capacity, least recently used first."""
+        """Record a use of this chain; evict beyond the capacity."""
         check_slot(slot)
         self._changes += 1
         capacity = self.capacity(slot)
@@ -80,7 +74,6 @@ class PrefixTable:
         self._trim(slot, capacity)
 
     def drop(self, slot: int, block: int) -> int:
-        """Remove ``block`` and its successors from ``slot``; return the number removed."""
         check_slot(slot)
         self._changes += 1
         shelf = self._shelves.get(slot)
@@ -117,11 +110,9 @@ class PrefixTable:
         return len(self._shelves.get(slot, ()))
 
     def blocks(self) -> int:
-        """Return the number of different blocks over all slots."""
         return len(self._holders)
 
     def changes(self) -> int:
-        """Return a number that differs after every change."""
         return self._changes
 
     def dump(self, slot: int) -> bytes:
@@ -135,10 +126,8 @@ class PrefixTable:
         return b"".join(rows)
 
     def load(self, slot: int, dump: Buffer) -> None:
-        """Replace the blocks of ``slot`` by the most recently used of ``dump``, up to its capacity.
-
-        Raises:
-            ValueError: bytes that no ``dump`` returns. The slot holds nothing then.
+        """Replace a slot's blocks by the most recent of ``dump``. ValueError, leaving it empty, for bytes that no
+        ``dump`` returns.
         """
         check_slot(slot)
         self._changes += 1
@@ -182,8 +171,8 @@ _MASK = (1 << 64) - 1
 
 
 class HolderTable:
-    """Blocks of each slot and medium (below ``MAX_MEDIA``). Engines' events add and remove single blocks in any order,
-    so a slot may hold a block without its prefix. ``secret``: as in ``PrefixTable``.
+    """Blocks of each slot and medium (below ``MAX_MEDIA``). A slot may hold a block without its prefix. ``secret``: as
+    in ``PrefixTable``.
     """
 
     def __init__(self, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -192,7 +181,6 @@ class HolderTable:
         if not secret & 1:
             raise ValueError("the secret of a table must be odd")
         self._media: list[dict[int, int]] = [{} for _ in range(MAX_MEDIA)]
-        """Slots that hold each block, as bits, per medium; no block without any."""
 
     def add(self, medium: int, slot: int, block: int) -> None:
         _check(medium, slot, block)
@@ -221,8 +209,8 @@ class HolderTable:
     def match(
         self, blocks: Buffer, slots: Sequence[int], media: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
-        """Return, per slot, the number of leading blocks without a gap in any of ``media``, and their weight: each
-        block has the weight of the first of ``media`` that has it.
+        """Return, per slot, the number of leading blocks in any of ``media``, and their weight, each block's by the
+        first of ``media`` that has it.
         """
         for slot in slots:
             _check(0, slot, 0)
@@ -256,8 +244,8 @@ class HolderTable:
         return [depths[slot] for slot in slots], [float(total) for total in sums]
 
     def _runs(self, blocks: Buffer, media: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the holders per medium, and the number of consecutive blocks with these holders: few per prompt. In
-        pieces, because most prompts are known only in part.
+        """Yield holders per medium, and the number of consecutive blocks with them, in pieces: most prompts are known
+        in part.
         """
         hashes = hashes_of(blocks)
         for begin in range(0, len(hashes), _RUN_BLOCKS):
@@ -268,7 +256,6 @@ class HolderTable:
                 yield holders, sum(1 for _ in run)
 
     def blocks(self) -> int:
-        """Return the number of different blocks, summed over the media."""
         return sum(map(len, self._media))
 
 

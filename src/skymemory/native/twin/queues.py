@@ -1,12 +1,9 @@
-"""Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are being
-computed.
+"""Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are
+computed. Reports never change.
 
-A *queue* has the requests that this router sent to a slot and that have no first byte yet, with an estimate of their
-progress. The end of a prefill is visible if its answer streams. Otherwise the request is *unseen*: it is assumed to end
-when its estimated work is done, or when the server reports fewer waiting requests than are counted here, or at the
-latest when its answer, or a later request's answer, arrives.
-
-Servers are objects with ``slot`` and ``reported``: None, or an object with ``at_s`` and ``waiting`` that never changes.
+A *queue* has the requests sent to a slot without a first byte yet. A prefill is *unseen* unless its answer streams: its
+end is assumed when its estimated work is done, when the server reports fewer waiting requests, or with its own or a
+later answer.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
 
 STALE_S = 5.0
-"""Age from which a report is ignored."""
 
 
 class Report(Protocol):
@@ -47,38 +43,29 @@ class _Prefill:
     work_s: float
     routed_s: float
     drain_s: float
-    """Pipeline of machines: the next prefill begins after ``work_s``; this prefill ends ``drain_s`` later."""
+    """Pipeline of machines: the next prefill begins after ``work_s``; this ends ``drain_s`` later."""
     unseen: bool
 
 
 @dataclass(slots=True)
 class _Queue:
     waiting: dict[int, _Prefill] = field(default_factory=dict)
-    """Prefills by ticket, in the order of sending; the first is being computed."""
     rest_s: float = 0.0
     """Work of all but the first."""
     first_s: float = 0.0
-    """Work of the first."""
     drain_s: float = 0.0
-    """``drain_s`` of the first."""
     since_s: float = 0.0
-    """Start of the first."""
     others: tuple[float, float] = (-1.0, 0.0)
-    """Time of a report, and its waiting requests of other routers."""
     ended: deque[tuple[float, float]] = field(default_factory=deque)
-    """Times of sending and ending of recently ended prefills."""
+    """Times of sending and ending of recent prefills."""
     guessed: bool = False
     """True if the last end was assumed, not seen."""
     unseen: int = 0
-    """Unseen prefills in ``waiting``."""
     believed_s: float = -1.0
-    """Time of the report last compared with the queue."""
 
 
 class PrefillQueues:
-    """Queues of prefills, one per slot, first come first served.
-
-    ``overdue``: a prefill beyond its estimate is assumed to need at least this fraction of its time so far, so that a
+    """Queues of prefills, one per slot. A prefill beyond its estimate needs at least ``overdue`` of its time so far: a
     hanging server gets ever longer estimates.
     """
 
@@ -90,13 +77,10 @@ class PrefillQueues:
 
     @property
     def usual_s(self) -> float:
-        """Return the recent duration of a prefill at any server, for other routers' requests; 0 if none was sent
-        yet.
-        """
+        """Return the recent duration of a prefill at any server."""
         return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Return the seconds until each server could begin with a request."""
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:
@@ -123,7 +107,7 @@ class PrefillQueues:
         return waits
 
     def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> int:
-        """Add a sent prefill; return a ticket for ``remove``, never 0."""
+        """Add a sent prefill; return a ticket, never 0."""
         check_slot(slot)
         queue = self._queues.setdefault(slot, _Queue())
         if queue.unseen:
@@ -139,9 +123,7 @@ class PrefillQueues:
         return self._tickets
 
     def remove(self, slot: int, ticket: int, now_s: float) -> float | None:
-        """Remove a done or failed prefill. Return the seconds that the server had for it, since it was sent or since
-        the previous end; None if not visible.
-        """
+        """Remove a prefill. Return the seconds that the server had for it; None if not visible."""
         check_slot(slot)
         queue = self._queues.get(slot)
         prefill = None if queue is None else queue.waiting.get(ticket)
@@ -166,7 +148,6 @@ class PrefillQueues:
 
 
 def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
-    """End the first unseen prefills whose time is over, or that no longer wait by the report."""
     # Two signs end an unseen prefill: its estimated work is over, or the server reports fewer waiting requests than
     # are counted here. A report is used once (``believed_s``); otherwise each call would end another prefill by it.
     surplus = 0.0
@@ -206,7 +187,6 @@ def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
 
 
 def _of_others(queue: _Queue, report: Report) -> float:
-    """Return the report's waiting requests that this router did not send; counted once per report."""
     at_s = report.at_s
     if queue.others[0] != at_s:
         ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting.values())
@@ -216,7 +196,6 @@ def _of_others(queue: _Queue, report: Report) -> float:
 
 
 Blocks: TypeAlias = "Buffer | NDArray[np.uint64]"
-"""Hashes end to end; arrays are used without a copy."""
 
 MAX_SLOTS = 65_536
 _MASK = (1 << 64) - 1
@@ -225,9 +204,8 @@ _MASK = (1 << 64) - 1
 class UnderWay:
     """Prompts that servers are computing. A chain of blocks is *under way* at a slot from ``add`` to ``drop``.
 
-    ``most_blocks``: later blocks of a chain are ignored. ``secret`` (odd): as in ``PrefixTable``. The compiled table
-    keeps a tree of common prefixes, so that a call costs as much as a chain has branches; the twin counts block by
-    block. Contradictory chains, which no prompts produce, get meaningless answers from both.
+    Blocks beyond ``most_blocks`` are ignored. ``secret`` (odd): as in ``PrefixTable``. Contradictory chains get
+    meaningless answers.
     """
 
     def __init__(self, most_blocks: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -240,7 +218,6 @@ class UnderWay:
         self.most_blocks = most_blocks
         self._open: dict[int, tuple[int, list[int]]] = {}
         self._chains: dict[int, dict[int, int]] = {}
-        """Number of chains per block and slot; no zeros."""
         self._tickets = self._changes = 0
 
     def __len__(self) -> int:
@@ -250,11 +227,10 @@ class UnderWay:
         return len(self._chains)
 
     def changes(self) -> int:
-        """Return a number that differs after every change."""
         return self._changes
 
     def add(self, slot: int, blocks: Blocks) -> int:
-        """Add a chain at ``slot``; return a ticket for ``drop``, never 0."""
+        """Add a chain; return a ticket, never 0."""
         check_slot(slot)
         self._changes += 1
         self._tickets += 1
@@ -265,7 +241,7 @@ class UnderWay:
         return self._tickets
 
     def drop(self, ticket: int) -> None:
-        """Drop a done or failed chain. May be repeated."""
+        """Drop a chain. May be repeated."""
         slot, chain = self._open.pop(ticket, (0, None))
         if chain is None:
             return
@@ -284,7 +260,7 @@ class UnderWay:
             self.drop(ticket)
 
     def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks under way at each slot; empty if no chain is under way at all."""
+        """Return the number of leading blocks under way at each slot; empty if none is."""
         for slot in slots:
             check_slot(slot)
         hashes = hashes_of(blocks)

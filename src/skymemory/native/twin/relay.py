@@ -1,7 +1,4 @@
-"""Packets in transit: runs of the same journey, their hops, and forwarding without the state machine.
-
-A *journey* groups packets with the same route: equal kind, operation, status, destination, sender and ground host.
-"""
+"""Packets in transit. A *journey*: equal kind, operation, status, destination, sender and ground host."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ Link = Any
 """Other end of a link: (plane, slot) of a satellite, or endpoint of a ground host."""
 Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str, int]]]
 """Known routes: next hops by destination (plane · 4096 + slot) and incoming link (0: the ground, ``BY_SLOT_LINK``,
-``BY_PLANE_LINK``); beams of ground hosts; endpoints of satellites. Without an endpoint nothing is sent: the caller
-hands those packets over.
+``BY_PLANE_LINK``); beams of ground hosts; endpoints of satellites (without an endpoint the caller hands packets over).
 """
 Slot = tuple[int, int, int]
-"""Run in the scratch buffer: offset, bytes, bytes of each packet (the last maybe shorter)."""
+"""Run in the scratch buffer: offset, bytes, bytes of each packet."""
 Passed = tuple[Link, int, Link, int, list[Slot]]
-"""Forwarded runs of the same way: incoming link, ground host, outgoing link, packets; runs still to be sent."""
+"""Forwarded runs: incoming link, ground host, outgoing link, packets; runs still to be sent."""
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
 
 _JOURNEY_BYTES: Final = 16
@@ -67,14 +63,12 @@ def count_hops(data: Buffer, segment_bytes: int) -> bytearray | None:
 
 
 def next_hop(transit: Transit, there: int, came: int = 0) -> tuple[Link | None, tuple[str, int] | None]:
-    """Return the link towards a satellite, and its endpoint; None if unknown."""
     routes, _, endpoints = transit
     link = routes.get(there & 0xFFFFFF | came)
     return link, endpoints.get(link) if link is not None else None
 
 
 def socket_of(link: Link | None) -> tuple[str, int] | None:
-    """Return a ground host's socket address; None if its name is no address."""
     if link is None:
         return None
     try:
@@ -94,12 +88,10 @@ def pass_on(
     transit: Transit,
     admits: Callable[[], bool] | None,
 ) -> tuple[tuple[Link, int, Link], int, bool] | None:
-    """Forward a run, counting its hops in place, if that needs no decision of the state machine; else return None,
-    without effect.
+    """Forward a run, counting its hops in place; None, without effect, if only the state machine can.
 
-    The run must have the same journey, to another satellite or to a ground host of ours, by a known route, below the
-    hop limit. From the ground (``source`` None) it must be valid commands that ``admits`` (of a satellite that requires
-    MACs) admits. Return its way, the packets sent, and True if the network refused it: then it is lost.
+    The run needs the same journey, a known route, and hops left; from the ground (``source`` None) valid commands that
+    ``admits`` admits. Return its way, the packets sent, and True if the network refused it: then it is lost.
     """
     packets = segments(data, segment_bytes)
     if not _has_headers(packets) or not same_journey(data, segment_bytes):

@@ -1,8 +1,7 @@
 """Runs of packets: headers of bursts, chunks that a satellite stores or serves, answers that a client awaits.
 
-A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls handle
-only runs whose packets all belong together; for others they return without effect, and the caller processes packet by
-packet.
+A *run* is what receive offload delivers: packets of ``segment_bytes`` each. Calls handle only runs whose packets all
+belong together; others have no effect.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ if TYPE_CHECKING:
 Run = tuple[memoryview, int]
 """Packets end to end, and the bytes of each (the last maybe shorter)."""
 AnswerTerms = tuple[int, int, int, int, int, int]
-"""Fields of an answer beyond the GET and the chunks: slot and plane moves, credit in wire units, current seconds and
-65,536ths, the first sequence count.
+"""Fields of an answer: slot and plane moves, credit in wire units, current seconds and 65,536ths, first sequence
+count.
 """
 
 _SAME_JOURNEY: Final = 20
@@ -67,9 +66,7 @@ _HOP_LIMIT = 64
 
 
 def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray:
-    """Return the sealed headers of a burst: ``prefix`` (through the SKY header) and a reference, for each of ``refs``
-    (72 bytes each). Sequence counts go up from ``sequence``.
-    """
+    """Return the sealed headers of a burst: ``prefix`` and a reference, for each of ``refs`` (72 bytes each)."""
     first, bodies = bytes(prefix), memoryview(refs).cast("B")
     if sky_offset < 6 or len(first) < sky_offset + SKY_BYTES or len(bodies) % REF_BYTES or sequence < 0:
         raise ValueError(
@@ -90,7 +87,6 @@ def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -
 
 
 def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
-    """Return an answer's headers through the SKY header, without sequence count, length and checksum."""
     slot_moves, plane_moves, credit, seconds, fraction, _ = terms
     sky = request[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
     return _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
@@ -109,10 +105,8 @@ def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
 def answer_get(
     packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
-    """Return the DATA packets that answer a plain GET: its key, their sealed headers, their payloads.
-
-    ``shares``: (packed reference, payload) by key and 0-based index. None, without effect, unless the packet is a
-    single valid GET with all chunks present.
+    """Return the DATA packets that answer a plain GET: its key, their sealed headers, their payloads. None unless
+    valid, with all chunks in ``shares``: (packed reference, payload) by key and 0-based index.
     """
     view = memoryview(packet).cast("B")
     body_at = COMMAND_BYTES + SKY_BYTES
@@ -135,11 +129,9 @@ def answer_get(
 
 
 def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes, bytes]], int, int] | None:
-    """Verify and parse SET or MIGRATE packets, in the runs from ``first`` on, up to the first that does not belong.
-    Return 0-based indices, (reference, payload) of each, their bytes, and the number of runs.
-
-    Packets belong together if valid, of the same request, value and server, in ascending order. None unless the first
-    run's do.
+    """Parse valid SET or MIGRATE packets of the same request, value and server, ascending, in the runs from ``first``
+    up to the first other. Return 0-based indices, (reference, payload) of each, their bytes, and the number of runs;
+    None if 0.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -162,7 +154,6 @@ def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes,
 def _open(
     packets: list[memoryview], first_ref: bytes | None, last: list[int]
 ) -> tuple[bytes, list[int], list[tuple[bytes, bytes]]] | None:
-    """Return journey, indices and chunks of a run that may follow a chunk (``first_ref``, index ``last``)."""
     indices: list[int] = []
     chunks: list[tuple[bytes, bytes]] = []
     ref_at, payload_at = COMMAND_BYTES + SKY_BYTES, COMMAND_BYTES + SKY_BYTES + REF_BYTES
@@ -190,25 +181,23 @@ def _open(
 
 
 def _value(ref: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the fields shared by references of the same value and server."""
     return ref[:_NUMBERS_AT], ref[36:40], ref[_COMMON_AT:]
 
 
 Landing = tuple[bytes, int, int, int, int, memoryview | Rows, bytearray, bytearray]
-"""Destination of an awaited value, as ``place_segments`` takes it: key, chunks, chunk bytes, value bytes, value CRC,
-out, arrived and crcs.
+"""Destination of an awaited value: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs
+(``place_segments``).
 """
 Tally = tuple[int, int, int, int, int, int, int]
 """Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
 
 _ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
-"""Fields shared by an answer's packets: operation, flags, status, addresses, ground host, request."""
 _MOST_SLOTS, _MOST_PATIENCE_US = 64, 60_000_000
 
 
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]:
-    """Run ``place_segments`` for the runs from ``first`` on, up to the first that is not all DATA for the same awaited
-    request (a key of ``awaited``). Return a tally per request, in the order of their first answers.
+    """Place runs from ``first`` on, up to the first that is not all DATA for the same awaited request. Return a tally
+    per request.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -225,7 +214,7 @@ def recv_runs(
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
     Ends when nothing arrives for ``patience_us`` (a minute at most), on a signal, after ``calls`` batches, when a value
-    is complete, or at a run that is not placed: the second list has that and all later runs, as views of ``scratch``.
+    is complete, or at a run that is not placed: the second list has that and later runs, as views of ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
@@ -257,7 +246,6 @@ def recv_runs(
 
 
 def _land(data: Buffer, segment_bytes: int, awaited: dict[int, Landing], tallies: dict[int, Tally]) -> bool:
-    """Place a run of DATA for the same awaited request; return False for any other."""
     view = memoryview(data).cast("B")
     if min(len(view), segment_bytes) < TELEMETRY_BYTES + SKY_BYTES or view[_ANSWER.start] != DATA:
         return False
@@ -285,14 +273,13 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 # nothing: they may overtake earlier packets.
 
 Rest = tuple[bytearray, list[bytes] | None]
-"""Headers (or a whole packet) and payloads that the kernel did not accept."""
+"""Headers (or a packet) and payloads still to be sent."""
 Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
-"""Operation, key, ground host, incoming and outgoing link, chunks; of a SET also chunks and bytes replaced, and further
-bytes added; the part still to be sent.
+"""Operation, key, ground host, incoming and outgoing link, chunks; of a SET also chunks and bytes replaced, bytes
+added; the part still to be sent.
 """
 
 _Way = tuple[tuple[str, int] | None, Link | None]
-"""Endpoint that a run came from (None: handed over), and its satellite (None: a ground host)."""
 
 _ADDRESSES_BYTES = 8
 _DESTINATION, _SOURCE = (slice(COMMAND_BYTES + at, COMMAND_BYTES + at + 4) for at in (4, 8))
@@ -313,15 +300,13 @@ def serve(
     guard: Guard | None = None,
     transit: Transit | None = None,
 ) -> tuple[list[Arrival], list[Served], int, list[Passed]]:
-    """Receive like ``recv_batch``, but answer plain requests that come first at once, and forward runs in transit.
+    """Receive like ``recv_batch``, but answer the plain requests that come first, and forward runs in transit.
 
-    A plain request is for the first of both ``addresses`` (packed). It comes from the second, our beam, or by a link of
-    ``neighbours`` from a ground host at another satellite to which ``transit`` knows the route. It is a single GET of
-    chunks all in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets`` accepts. With a
-    ``guard``, plain requests and runs forwarded from the ground must have a MAC that it accepts.
+    A plain request is for the first of both ``addresses`` (packed), from the second, our beam, or by a link of
+    ``neighbours`` from a ground host to which ``transit`` knows the route: a single GET (``answer_get``), or SETs
+    (``take_sets``). A ``guard`` demands MACs of it and of runs forwarded from the ground.
 
-    Return the other arrivals, the requests served, the number of sends that the network refused (lost packets), and the
-    runs that ``pass_on`` forwarded by ``transit`` (None: no forwarding).
+    Return the other arrivals, the requests served, the number of refused sends, and the runs forwarded.
 
     Raises:
         OSError: the socket's pending error; the next call continues.
@@ -346,8 +331,8 @@ def serve_runs(
     guard: Guard | None = None,
     transit: Transit | None = None,
 ) -> tuple[list[Slot], list[Served], int, list[Passed]]:
-    """Run ``serve`` for runs handed over by ``source``: a satellite, or (a name that begins with text) a ground host,
-    whose answers are returned, not sent. ``runs``: offset in writable ``scratch``, bytes, bytes of a segment.
+    """Run ``serve`` for runs handed over by a satellite, or (a name that begins with text) a ground host, whose answers
+    are returned, not sent. ``runs``: offset in writable ``scratch``, bytes, bytes of a segment.
     """
     service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
     runs = list(runs)  # a copy: the guard may change the caller's list
@@ -382,7 +367,6 @@ class _Service:
         self._passed: dict[tuple[Link, int, Link], tuple[int, list[Slot]]] = {}
         self.send_errors = 0
         self.in_memory = False
-        """True if a ground host's packets do not come from its socket."""
         self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
         self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
 
@@ -391,7 +375,6 @@ class _Service:
         return [(*way, packets, unsent) for way, (packets, unsent) in self._passed.items()]
 
     def serve(self, runs: list[Slot], ways: list[_Way]) -> list[int]:
-        """Serve runs; return the positions of those kept for the state machine."""
         kept_runs: list[int] = []
         at = 0
         while at < len(runs):
@@ -428,7 +411,6 @@ class _Service:
         return 1
 
     def _execute(self, same: list[Slot], way: _Way) -> int:
-        """Serve the request that begins these runs of the same sender; return the number of runs consumed."""
         runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
         packet, segment_bytes = runs[0]
         route = self._way_back(packet, way)
@@ -461,7 +443,6 @@ class _Service:
         return messages
 
     def _way_back(self, packet: memoryview, way: _Way) -> tuple[Link, tuple[str, int] | None] | None:
-        """Return link and endpoint for the answer; None if only the state machine knows them."""
         endpoint, source = way
         our_beam = packet[_SOURCE] == self._addresses[4:]
         if source is None:
@@ -475,7 +456,6 @@ class _Service:
 def _answer(
     packet: memoryview, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms, guard: Guard | None
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
-    """Run ``answer_get``, also for a GET with an authentic and new MAC."""
     if guard is None:
         return answer_get(packet, shares, terms)
     keys, now_us, skew_us, is_first, _ = guard
@@ -491,7 +471,6 @@ def _answer(
 
 
 def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[bytes] | None) -> tuple[Rest | None, bool]:
-    """Send packets; return the unsent part, and True if the network refused it."""
     count = 1 if payloads is None else len(payloads)
     width = len(headers) // count
     try:
@@ -512,9 +491,9 @@ _FLAGS, _KEY_ID = COMMAND_BYTES + FLAGS_AT, slice(COMMAND_BYTES + KEY_ID_AT, COM
 Taken = tuple[int, int, int, int, int, bytearray]
 """Runs and chunks taken; of these, chunks replaced; bytes replaced, further bytes added; the acknowledgement."""
 Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool], int]
-"""Guard of a satellite that requires MACs: arguments of ``check_macs`` (keys by id, time in microseconds, tolerance), a
-replay check, and the key id that signs ACKs (0: no MACs). The replay check gets the first packet's headers through the
-SKY header, the time of sending, and the sequence counts; it returns True if all are new, and records them.
+"""Guard of a satellite that requires MACs: keys by id, time in microseconds and tolerance of ``check_macs``; a replay
+check, which gets the first packet's headers, the time of sending and the sequence counts, and records them if new; key
+id that signs ACKs (0: no MACs).
 """
 
 
@@ -526,9 +505,8 @@ def take_sets(
     terms: AnswerTerms,
     guard: Guard | None = None,
 ) -> Taken | None:
-    """Store the chunks of the first runs that are the same request. None, without effect, unless plain: valid SETs with
-    numbers in equal steps, a tag in ``settled``, within ``room_bytes``. With a ``guard`` all must have correct MACs, of
-    the same key and time, and be new.
+    """Store the chunks of the first runs of the same request. None, without effect, unless valid SETs with numbers in
+    equal steps, a tag in ``settled``, within ``room_bytes``, admitted by the ``guard``.
     """
     view, signed = memoryview(runs[0][0]).cast("B"), runs
     ref_at = COMMAND_BYTES + SKY_BYTES
@@ -558,7 +536,6 @@ def take_sets(
 
 
 def _strip_run_macs(runs: list[Run]) -> list[Run]:
-    """Return the first runs without their MACs, as far as each packet is valid and has a MAC."""
     bare_runs: list[Run] = []
     for data, segment_bytes in runs:
         packets = segments(data, segment_bytes) if segment_bytes > 0 else []
@@ -589,7 +566,6 @@ def _admitted(runs: list[Run], guard: Guard) -> bool:
 
 
 def _steps(indices: list[int]) -> int:
-    """Return the step between the indices; 0 if not constant, or too many for a selection."""
     step = indices[1] - indices[0] if len(indices) > 1 else 1
     regular = indices == list(range(indices[0], indices[0] + step * len(indices), step))
     return step if regular and len(indices) <= _MOST_BITS else 0

@@ -1,13 +1,11 @@
 """Loops over packets: sealing headers, verifying runs of segments, placing payloads, MACs.
 
-The offsets repeat ``skymemory.protocol.wire`` (a higher layer, so not importable); a test compares them. A *segment* is
-a packet of a run of equally long packets, as segmentation offload delivers them; the last may be shorter. All bytes are
-untrusted: no access goes beyond the given buffers.
+Offsets repeat ``skymemory.protocol.wire`` (a higher layer; a test compares them). A *segment* is a packet of a run of
+equally long packets. All bytes are untrusted.
 
 A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
-the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body; the payload of SET, MIGRATE
-and DATA follows it, uncovered. A longer key also covers the payload of SET and MIGRATE: its hash (``nh``) then ends the
-authenticated data. ``protocol.auth`` defines when.
+the packet up to the MAC, its CRC and the forwarders' fields as zero. It ends the body, before any payload. A longer key
+also covers the payload of SET and MIGRATE, by its hash (``nh``).
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ COMMAND_BYTES, TELEMETRY_BYTES = 8, 16
 SKY_BYTES, REF_BYTES = 44, 72
 MUTABLE_AT, MUTABLE_END, CRC_AT = 20, 24, 40
 FLAGS_AT, AUTHENTICATED, MAC_BYTES = 2, 0x01, 16
-"""Flag of the SKY header for a MAC at the end of the body, and its size."""
 SET, MIGRATE, DATA = 0x01, 0x05, 0x42
 CARRIERS = frozenset((SET, MIGRATE, DATA))
 """Operations that carry a payload after a chunk reference."""
@@ -61,11 +58,7 @@ def header_crc(packet: memoryview, sky: int, end: int) -> int:
 def value_refs(
     value: Buffer, key: Buffer, chunk_bytes: int, servers: int, strategy: int, slot_moves: int, plane_moves: int
 ) -> tuple[bytearray, int]:
-    """Return the references of all chunks of a value, end to end, and its CRC-32.
-
-    Raises:
-        ValueError: a number that does not fit a reference.
-    """
+    """Return the references of all chunks, and the value's CRC-32. ValueError for a number that does not fit."""
     view = memoryview(value).cast("B")
     fits = chunk_bytes > 0 and 0 < servers < 1 << 16 and 0 <= strategy < 256 and len(view) < 1 << 32
     if not fits or memoryview(key).nbytes != _KEY_BYTES:
@@ -84,9 +77,7 @@ def value_refs(
 
 
 def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
-    """Write the header CRC into every row of ``header_bytes`` (writable, a whole number of rows). ``sky_offset``: start
-    of the SKY header, 8 in a command, 16 in telemetry.
-    """
+    """Write the header CRC into every row of ``header_bytes``. ``sky_offset``: 8 in a command, 16 in telemetry."""
     rows = memoryview(headers).cast("B")
     if rows.readonly:
         raise BufferError("headers: expected a writable buffer")
@@ -98,19 +89,17 @@ def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
 
 
 def check_header(packet: memoryview) -> tuple[int, int]:
-    """Run ``check_packet`` for callers that accept no MAC: a packet with a MAC is malformed."""
     code, ref = check_packet(packet)
     return (MALFORMED, 0) if not code and mac_bytes(packet) else (code, ref)
 
 
 def mac_bytes(packet: memoryview) -> int:
-    """Return the length of a valid packet's MAC; 0 without."""
     sky = COMMAND_BYTES if packet[0] & 0x10 else TELEMETRY_BYTES
     return MAC_BYTES if packet[sky + FLAGS_AT] & AUTHENTICATED else 0
 
 
 def check_packet(packet: memoryview) -> tuple[int, int]:
-    """Return the error code, and the offset of the chunk reference (0: no payload). MACs are not checked."""
+    """Return the error code, and the offset of the chunk reference (0: no payload)."""
     size = len(packet)
     if size < COMMAND_BYTES:
         return MALFORMED, 0
@@ -146,8 +135,7 @@ def segments(data: Buffer, segment_bytes: int) -> list[memoryview]:
 def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
     """Return a code per segment: 0 valid, 1 malformed, 2 wrong header CRC, 3 wrong payload CRC.
 
-    For SET, MIGRATE and DATA the header CRC ends with the chunk reference, whose length and CRC the payload must match;
-    otherwise it covers the whole packet.
+    The header CRC of SET, MIGRATE and DATA ends with the chunk reference, which has the payload's length and CRC.
     """
     codes = bytearray()
     for packet in segments(data, segment_bytes):
@@ -159,8 +147,8 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
 
 
 class Rows(NamedTuple):
-    """Destination of a value that is not used in one piece: the first bytes in ``head``, the others in ``row_count``
-    rows of ``row_bytes`` in ``room``, from byte ``first`` on, every ``stride`` bytes.
+    """Destination of a value in pieces: ``head``, then ``row_count`` rows of ``row_bytes`` in ``room``, from ``first``
+    on, every ``stride`` bytes.
     """
 
     head: memoryview
@@ -176,7 +164,7 @@ class Rows(NamedTuple):
 
 
 def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
-    """Return True if a value of this size fits; rows must be exactly its size, within the room, without overlap."""
+    """Return True if a value fits; rows must be exactly its size, without overlap."""
     if not isinstance(out, tuple):
         return memoryview(out).nbytes >= value_bytes
     head, room, first, count, row_bytes, stride = out
@@ -191,7 +179,6 @@ def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
 def _places(
     out: Buffer | Rows, targets: Sequence[memoryview], start: int, payload: memoryview
 ) -> Iterator[tuple[memoryview, int, memoryview]]:
-    """Yield the parts of a payload at byte ``start`` of the value, each with its buffer and offset there."""
     if not isinstance(out, tuple):
         yield targets[0], start, payload
         return
@@ -222,11 +209,10 @@ def place_segments(
     """Copy the payloads of a value's valid DATA segments to their places; return ``(placed, duplicates, corrupt,
     foreign)``.
 
-    ``out`` (writable, at least ``value_bytes``; or rows of exactly the value) gets chunk ``i`` from byte ``i *
-    chunk_bytes`` on, ``arrived`` (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32) its CRC.
-    Checks in order: malformed, a wrong header CRC or a chunk number out of range is corrupt; another operation, key,
-    version or geometry is foreign; an arrived chunk is a duplicate (its payload is not read); a wrong payload CRC is
-    corrupt.
+    ``out`` (writable, at least ``value_bytes``, or rows of exactly the value) gets chunk ``i`` from byte ``i *
+    chunk_bytes`` on, ``arrived`` (``chunks`` bytes) a 1, ``crcs`` (``chunks`` uint32) its CRC. In order: malformed, a
+    wrong header CRC or chunk number is corrupt; another operation, key, version or geometry is foreign; an arrived
+    chunk is a duplicate, unread; a wrong payload CRC is corrupt.
     """
     targets = [memoryview(buffer).cast("B") for buffer in (out[:2] if isinstance(out, tuple) else (out,))]
     flags, sums = (memoryview(buffer).cast("B") for buffer in (arrived, crcs))
@@ -278,7 +264,6 @@ def place_segments(
 MAC_KEY_BYTES: Final = 32
 TIMESTAMP_AT, KEY_ID_AT = 24, 38
 MOST_SIGNED_CHUNK_BYTES = 65_507 - TELEMETRY_BYTES - SKY_BYTES - REF_BYTES - MAC_BYTES
-"""Largest chunk of an answer with a MAC."""
 _LONGEST_PACKET = 65_507
 _LEAST_TIME_US, _LAST_TIME_US = -(1 << 63), (1 << 63) - 1
 _COMMAND_BIT = 0x10
@@ -294,9 +279,7 @@ def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
 
 
 def mac_of(key: bytes, time_high: int, head: Buffer, sky: int, payload: Buffer) -> bytes:
-    """Return the MAC of a packet whose part before the MAC is ``head``. A longer key covers payloads of SET and
-    MIGRATE.
-    """
+    """Return the MAC of a packet that begins with ``head``."""
     mac_key, payload_key = key[:MAC_KEY_BYTES], key[MAC_KEY_BYTES:]
     covered = bytearray(head)
     covered[sky + MUTABLE_AT : sky + MUTABLE_END] = bytes(MUTABLE_END - MUTABLE_AT)
@@ -324,12 +307,9 @@ def sign_packets(
 ) -> bytearray:
     """Add MACs to rows of ``header_bytes``, packets without payload; return them 16 bytes longer, sealed.
 
-    ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0). A key
-    has ``MAC_KEY_BYTES``, or ``PAYLOAD_KEY_BYTES`` more: then the MACs of SETs and MIGRATEs cover their payloads too.
-
-    Raises:
-        ValueError: a packet would be too long; or no whole number of rows, no payload for each, or an invalid offset,
-        key or key id.
+    ``sky_offset`` is 8 for commands, which get ``time_us``, and 16 for telemetry. A key of ``PAYLOAD_KEY_BYTES`` more
+    than ``MAC_KEY_BYTES`` covers payloads of SETs and MIGRATEs too. Raises ValueError, also for a packet that would be
+    too long.
     """
     rows = memoryview(headers).cast("B")
     _check_offset(sky_offset)
@@ -371,11 +351,9 @@ def sign_packets(
 def check_macs(
     data: Buffer, segment_bytes: int, sky_offset: int, keys: Mapping[int, bytes], now_us: int, skew_us: int
 ) -> list[int | None]:
-    """Return, per packet of a run, its time of sending in microseconds (0 for telemetry); None if not authentic.
-
-    Not authentic: no MAC, a wrong MAC, a key not in ``keys``, a command's time over ``skew_us`` from ``now_us``, a
-    chunk too large for an answer with a MAC, invalid headers (without its MAC a packet has another length and CRC). The
-    payload's CRC is not checked; the payload of a SET or MIGRATE is, if the key covers it (``sign_packets``).
+    """Return each packet's time of sending in microseconds (0 for telemetry); None if not authentic: no or a wrong MAC,
+    a key not in ``keys``, a command's time over ``skew_us`` from ``now_us``, a chunk too large for an answer with a
+    MAC, invalid headers. A payload is checked only if the key covers it.
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]
@@ -404,10 +382,8 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
 
 
 def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) -> bytearray:
-    """Remove the MACs of a run; return, end to end and sealed, the packets whose byte in ``keep`` is not 0.
-
-    Raises:
-        ValueError: a packet to keep has no MAC, or ``keep`` has not a byte per packet.
+    """Remove the MACs of a run; return, sealed, the packets whose byte in ``keep`` is not 0. ValueError if such a
+    packet has none.
     """
     _check_offset(sky_offset)
     packets, wanted = segments(data, segment_bytes), bytes(keep)
@@ -431,7 +407,6 @@ def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) 
 
 
 def _mac_end(packet: memoryview, sky: int) -> int:
-    """Return the end of the MAC; 0 without a MAC, or for a packet too short or too large."""
     if len(packet) < sky + SKY_BYTES + MAC_BYTES or bool(packet[0] & _COMMAND_BIT) != (sky == COMMAND_BYTES):
         return 0
     if not packet[sky + FLAGS_AT] & AUTHENTICATED:

@@ -1,8 +1,7 @@
-"""Batched UDP calls: many datagrams per call, with segmentation offload if available; small packets; values and
-requests from stream sockets (``receive_all``, ``request_words``).
+"""Batched UDP calls, with segmentation offload if available; small packets; values and requests from stream sockets.
 
-``UDP_SEGMENT`` lets a send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such a
-run in a single receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
+``UDP_SEGMENT`` sends a run of equally long datagrams; ``UDP_GRO`` delivers such a run in a single receive. Sources:
+udp(7), Linux ``net/ipv4/udp.c``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 SLOT_BYTES = 65_536
-"""Room for a receive: a run has at most 65,535 bytes."""
+"""Room for a receive: at most 65,535 bytes."""
 MAX_RUN_BYTES = 65_507
 MAX_RUN_SEGMENTS = 64
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
@@ -46,7 +45,6 @@ Arrival = tuple[int, int, int, str, int]
 
 
 def borrowed(fd: int) -> socket.socket:
-    """Return ``fd`` as a socket object, to be detached, not closed."""
     if fd < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return socket.socket(type=socket.SOCK_DGRAM, proto=0, fileno=fd)
@@ -66,7 +64,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
     """Receive pending runs, at most ``slots``; run ``i`` at ``i * 65,536`` of writable ``scratch``. Never blocks.
 
     Raises:
-        OSError: the socket's pending error (such as an ICMP error); the next call continues.
+        OSError: the socket's pending error; the next call continues.
     """
     view = memoryview(scratch).cast("B")
     if view.readonly:
@@ -97,7 +95,6 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
 
 
 def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
-    """Cut segments of these sizes into ``(first, end)`` runs for offloaded sends."""
     first = 0
     while first < len(sizes):
         end, total = first + 1, sizes[first]
@@ -118,11 +115,8 @@ def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
 def send_batch(
     fd: int, host: str, port: int, headers: Buffer, header_bytes: int, payloads: Sequence[Buffer] | None
 ) -> int:
-    """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; return the number the kernel accepted.
-
-    Without ``payloads``, ``headers`` is a run of whole segments, the last maybe shorter. Stops at full kernel buffers;
-    the caller sends the remainder later. A device without segmentation offload gets single datagrams. ``host``: an
-    address of the socket's family.
+    """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; return the number accepted, fewer at
+    full buffers. Without ``payloads``, ``headers`` is a run of segments.
 
     Raises:
         OSError: nothing was sent, for another reason than full buffers.
@@ -158,7 +152,7 @@ def send_slices(
     first: int,
     step: int,
 ) -> int:
-    """Run ``send_batch`` with chunks ``first``, ``first + step``, … of ``value`` as payloads, a chunk per header."""
+    """Run ``send_batch`` with chunks ``first``, ``first + step``, … of ``value`` as payloads."""
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:
         raise ValueError(f"{size} bytes of headers of {header_bytes}: expected a whole number of them")
@@ -207,8 +201,8 @@ Ack = tuple[int, int, int, int, int, int, bytes, int, int, int]
 
 
 def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
-    """Return sealed command packets that differ only in their rows: destination, source, request id, body. ``prefix``:
-    the 52 bytes of both headers. Sequence counts go up from ``sequence``.
+    """Return sealed command packets from rows: destination, source, request id, body. ``prefix``: the 52 bytes of both
+    headers.
     """
     first = bytes(prefix)
     if len(first) != COMMAND_BYTES + SKY_BYTES or sequence < 0:
@@ -249,11 +243,8 @@ def open_ack(packet: Buffer) -> Ack | None:
 
 
 def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -> int:
-    """Send ``packets`` from ``first`` on, at most 64, each to its host and port; return the number the kernel accepted.
-    Stops at full buffers, or at a packet that the network refuses.
-
-    Raises:
-        OSError: the very first was refused, for another reason than full buffers.
+    """Send ``packets`` from ``first`` on, at most 64, each to its host and port; return the number accepted. Raises
+    OSError as ``send_batch``.
     """
     if first < 0:
         raise ValueError(f"first packet {first}: expected 0 or more")
@@ -282,11 +273,11 @@ _ARRAY, _BULK = re.compile(rb"\*([0-9]{1,12})\r\n"), re.compile(rb"\$([0-9]{1,12
 def request_words(
     data: bytes | bytearray, at: int, missing: int, most_words: int, most_bytes: int, room_bytes: int
 ) -> tuple[list[bytes], int, int]:
-    """Return a request's complete words in ``data`` from ``at`` on, their end, and the number of missing words.
+    """Return complete words in ``data`` from ``at`` on, their end, and the number of missing words. ``missing``: words
+    missing so far; 0: the request begins here.
 
-    ``missing``: words missing so far; 0: the request begins here, with its number of words, at most ``most_words``.
-    Stops before a word that is incomplete, over ``most_bytes``, or over ``room_bytes`` with the words before, and at
-    anything not written as clients do; ``serving.resp.protocol`` finds out the reason.
+    Stops before a word that is incomplete, too large, or not written as clients do; ``serving.resp.protocol`` finds out
+    the reason.
     """
     if min(at, missing, most_words, most_bytes, room_bytes) < 0:
         raise ValueError("request_words: a number is below 0")
@@ -307,14 +298,12 @@ def request_words(
 
 
 def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float, tail: bytearray | memoryview) -> bytes:
-    """Receive ``size_bytes`` after ``head`` from the stream socket ``fd``, in a single buffer; later bytes fill
-    ``tail``.
+    """Receive ``size_bytes`` after ``head`` from a stream socket; later bytes fill ``tail``.
 
     Raises:
         ConnectionError: the stream ended too early.
-        TimeoutError: too late (``timeout_s``). Noticed when bytes arrive, or at the socket's own timeout
-        (``SO_RCVTIMEO``).
-        OSError: no bytes within the socket's own timeout, or another error.
+        TimeoutError: too late, noticed when bytes arrive.
+        OSError: the socket's own timeout, or another error.
     """
     if size_bytes < 0:
         raise ValueError(f"{size_bytes} bytes")

@@ -1,6 +1,5 @@
-"""Ranking of servers by time to first token, equal to the compiled ranking to the last digit.
-
-``conductor.strategies.least_ttft`` calls ``TtftRanker.rank`` for every request. For each server it
+"""Ranking of servers by time to first token, equal to the compiled ranking to the last digit. For each server
+``TtftRanker.rank``
 
 1. matches the prompt's blocks, held and under way (``prefix``, ``queues``);
 2. estimates waiting (``queues``) and computing (``prefill_s`` by a fitted curve);
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
-"""Largest relative increase of the price of delay, if all queues are endless."""
+"""Largest relative increase of the price of delay."""
 SET_BACK_S = 1e9
-"""Penalty of a server that has had its share: it ranks after all others; order is kept."""
+"""Penalty of a server that has had its share."""
 FIGURES = struct.Struct("=ddqq")
 """Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
 CURVE = struct.Struct("=ddd")
@@ -39,8 +38,8 @@ Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
 
 
 class DelayPrice:
-    """Rate of ``delays_s``, from the number and work of recent requests (exponential, over ``window_s``). Servers count
-    as at most ``most_busy`` busy.
+    """Rate of ``delays_s``, from recent requests and their work (exponential, over ``window_s``). Servers count as at
+    most ``most_busy`` busy.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -92,8 +91,8 @@ class TtftRanker:
         hear: Callable[[list[Any]], object],
     ) -> Ranked:
         """Rank ``servers`` for a prompt. ``held``: the table to match ``blocks`` in, or each server's number of them.
-        ``rate``: of ``DelayPrice``. ``curves``: a ``CURVE`` for all slots, then optionally for each slot from 0 on (a
-        fixed part of NaN: the first applies). ``hear`` is called with servers that have a new report.
+        ``curves``: a ``CURVE`` for all slots, then optionally for each (NaN: the first applies). ``hear`` is called
+        with servers that have a new report.
         """
         if not servers:
             raise ValueError("no servers to rank")
@@ -139,7 +138,6 @@ class TtftRanker:
         return tied, held_back, unworthy, struct.pack(f"={len(scores)}d", *scores), figures
 
     def forget(self, slot: int) -> None:
-        """Treat the next report of ``slot`` as new."""
         self._heard.pop(slot, None)
 
     def _is_new(self, server: Server) -> bool:
@@ -174,9 +172,7 @@ def _curve(curves: Sequence[Curve], slot: int) -> Curve:
 
 
 def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, rate: float) -> list[float]:
-    """Return, per server, the seconds that later requests wait longer if this work is queued
-    (``conductor.strategies.estimates``).
-    """
+    """Return, per server, the seconds that later requests wait longer."""
     shortest_s = min(waits_s)
     crowded = shortest_s / (shortest_s + usual_s) if usual_s else 0.0
     rate *= 1.0 + CROWDED * crowded
@@ -187,15 +183,11 @@ def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float,
 
 
 BARS = 4
-"""Limit of server counts for which a slot keeps a sliding maximum; beyond, they are rebuilt."""
 
 
 @dataclass(slots=True)
 class _Bar:
-    """Sliding maximum over a server's requests, for a number of servers."""
-
     highest: deque[tuple[float, float]] = field(default_factory=deque)
-    """Time and bar of requests without a later bar at least as high."""
     judged: int = 0
     """Number of the server's first request not included yet."""
 
@@ -203,23 +195,19 @@ class _Bar:
 @dataclass(slots=True)
 class _Share:
     sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """Time, and number of earlier requests to all servers."""
     first: int = 0
-    """Number of ``sent[0]`` among the server's requests."""
     bars: dict[int, _Bar] = field(default_factory=dict)
 
 
 class ShareGuard:
     """Guard that limits each server to little more than its share of requests.
 
-    In every run of consecutive requests that fits into ``window_s`` and has at least ``requests`` requests (or ``mean``
-    per server), none of ``n`` servers gets more than ``limit / n``, even if traffic stops at any request. This is
-    exact: a server is over only if its next request would end such a run, or a shorter run that no further requests up
-    to that length could repair.
+    In every run of consecutive requests within ``window_s`` and of at least ``requests`` (or ``mean`` per server), none
+    of ``n`` servers gets more than ``limit / n``, even if traffic stops.
 
     Method: a run from a server's own request number ``j`` to its next, number ``k``, has ``k − j + 1`` of its requests
     among ``q − p + 1`` of all. That is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The
-    greatest left side is a sliding maximum over ``j``, so a request costs amortised constant time.
+    greatest left side is a sliding maximum over ``j``.
     """
 
     def __init__(self, limit: float, window_s: float, requests: float, mean: float) -> None:
@@ -279,7 +267,6 @@ Curve = tuple[float, float, float]
 
 
 def prefill_s(curve: Curve, tokens: int, cached: int) -> float:
-    """Estimate the seconds for a prompt with ``cached`` tokens in the cache."""
     fixed_s, per_token_s, bend = curve
     return fixed_s + per_token_s * (tokens - cached) * (1.0 + bend * (tokens + cached))
 
@@ -290,8 +277,8 @@ MOST_POINTS = 4096
 
 
 def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0) -> Curve:
-    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour in ``BENDS``; a larger
-    bend must be better by a twentieth. Best is the least mean error, without the worst sixteenth of the points.
+    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour in ``BENDS``, by the
+    least mean error without the worst sixteenth; a larger bend must be better by a twentieth.
     """
     if not 0 < len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 1 to {MOST_POINTS}")
@@ -317,9 +304,6 @@ def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0
 
 
 def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit fixed seconds and seconds per work by least squares, repeated without outliers beyond three median errors.
-    Errors are relative: three seconds are much only for a short prompt.
-    """
     fixed_s, per_work_s = _least_squares(work, seconds, [True] * len(work))
     for _ in range(2):
         errors = []
@@ -358,16 +342,13 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 SURE = 4.0
-"""Required seconds per prompt token, in standard errors: then they are known within a half."""
+"""Required seconds per prompt token, in standard errors."""
 ROUNDS = 4
 
 
 def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
-    """Fit like ``fit_prefills`` if only prefill and answer together are timed. ``points``: tokens, cached tokens,
-    answer tokens, seconds. Answer tokens are assumed to take equal times.
-
-    None if the seconds per prompt token are uncertain: with long answers, whose times vary by more than a prefill, the
-    best fit may be close to 0, and then no cache would be worth a detour.
+    """Fit if only prefill and answer together are timed. ``points``: tokens, cached tokens, answer tokens, seconds.
+    None if uncertain: a fit near 0 would make no cache worth a detour.
     """
     if not 3 <= len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")
@@ -405,7 +386,6 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
 
 
 def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Fit seconds per work and per answer token by least squares; None if inseparable."""
     works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
     work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
     if squares == 0.0:

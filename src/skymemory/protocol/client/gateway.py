@@ -1,16 +1,12 @@
 """Access modes: the satellite through whose beam a host reaches another satellite.
 
-``ideal``    a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
-             Plan files and earlier releases call it ``los``.
+``ideal``    a beam to each satellite, as in the paper, even below the elevation mask.
 ``gateway``  a single beam, to the nearest satellite in sight; inter-satellite links carry the packets from there.
 ``hybrid``   a beam to each satellite in sight; the others through the gateway.
-``onboard``  the host is a satellite: its beam has no length, and links carry the packets from there.
+``onboard``  the host is a satellite: its beam has no length.
 
-Only ``ideal`` ever has a beam to a satellite below the mask. With no satellite in sight, ``gateway`` and ``hybrid`` are
-*dark*: nothing is sent until a satellite rises.
-
-A change of gateway loses no packets: an answer returns through the gateway of its request, and a retransmission takes
-the current gateway. A silent gateway is skipped for a while.
+With no satellite in sight, ``gateway`` and ``hybrid`` are *dark*: nothing is sent. An answer returns through its
+request's gateway, so a change loses no packets.
 """
 
 from __future__ import annotations
@@ -29,13 +25,12 @@ from skymemory.protocol.clock import FollowedClock, SkyMap
 Access = Literal["ideal", "gateway", "onboard", "hybrid"]
 ACCESS_MODES: tuple[Access, ...] = get_args(Access)
 IDEAL_ONCE = "los"
-"""Name of ``ideal`` in files and earlier releases."""
 _SKIPPED_S = 5.0
 _MAX_CANDIDATES = 25
 
 
 class Gateway:
-    """Current gateway of every mode but ``ideal``. ``direct`` are the satellites with their own beams.
+    """Current gateway. ``direct`` satellites have their own beams.
 
     It is chosen again when the box moves and for each second of the satellites' flight.
     """
@@ -44,7 +39,6 @@ class Gateway:
         self.current: SatelliteId | None = None
         self.direct: frozenset[SatelliteId] = frozenset()
         self.dark = False
-        """True if no satellite is in sight: there is no beam at all."""
         self._access = access
         self._sky = sky
         self._counters = counters
@@ -53,11 +47,11 @@ class Gateway:
         self._silent_until_s: dict[SatelliteId, float] = {}
 
     def beam(self, satellite: SatelliteId) -> SatelliteId:
-        """Return the satellite whose beam carries packets for ``satellite``. Do not send while ``dark``."""
+        """Return the satellite whose beam carries packets for ``satellite``, unless ``dark``."""
         return satellite if self.current is None or satellite in self.direct else self.current
 
     def update(self, clock: FollowedClock, now_s: float) -> bool:
-        """Choose the gateway for this time. Return True if it has changed."""
+        """Choose the gateway. Return True if it has changed."""
         moves, sky_s = clock.moves(now_s), clock.sky_s(now_s)
         at = moves, math.floor(sky_s)
         if at == self._chosen_at and now_s < self._choose_again_s:
@@ -83,9 +77,7 @@ class Gateway:
         return changed
 
     def silent(self, satellite: SatelliteId, now_s: float) -> None:
-        """Skip the gateway for a while if it carries packets for ``satellite``, because not even the gateway
-        answered.
-        """
+        """Skip the gateway for a while if it serves ``satellite``."""
         gateway = self.current
         if gateway is not None and self._access != "onboard" and self.beam(satellite) == gateway:
             self._silent_until_s[gateway] = now_s + _SKIPPED_S
@@ -93,9 +85,7 @@ class Gateway:
             self._counters.add("gateway_silent")
 
     def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId | None, tuple[SatelliteId, ...]]:
-        """Return the gateway (None: none in sight; the box's centre without a ``sight``) and all satellites in
-        sight.
-        """
+        """Return the gateway and all satellites in sight."""
         centre = self._sky.centre_at(moves)
         if self._sky.sight is not None:
             in_sight = self._sky.sight.in_sight(centre, sky_s)
@@ -105,7 +95,7 @@ class Gateway:
 
 
 def access_named(name: str) -> Access:
-    """Return an access mode by its name; ``los`` is ``ideal``.
+    """Return an access mode; earlier releases call ``ideal`` ``los``.
 
     Raises:
         InvalidInput: no such mode.
@@ -117,7 +107,7 @@ def access_named(name: str) -> Access:
 
 
 def first_responsive(candidates: Iterable[SatelliteId], silent: Container[SatelliteId]) -> SatelliteId | None:
-    """Return the first candidate (best first) that is not silent; the very first if all are silent."""
+    """Return the first candidate that is not silent; the very first if all are."""
     first = None
     for candidate in candidates:
         if candidate not in silent:
@@ -127,7 +117,7 @@ def first_responsive(candidates: Iterable[SatelliteId], silent: Container[Satell
 
 
 def nearest(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
-    """Return possible gateways in place of ``centre``: the satellites with the fewest links to it, nearest first."""
+    """Return possible gateways in place of ``centre``, nearest first."""
     centre = torus.living(centre)
     ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
     return ordered[:_MAX_CANDIDATES]

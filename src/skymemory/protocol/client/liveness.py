@@ -1,10 +1,9 @@
 """State of each satellite as seen by a client, and detection of dead and recovered satellites.
 
-1. A request that stays unanswered for too long makes its satellite a suspect (``requests.InFlight``). Operations that
-   need a suspect then fail at once or read from other satellites (``Suspects``).
-2. Probes (the client's own PINGs) go to suspects at growing intervals, and to their neighbours, so that other dead
-   satellites of a plane or computer are known before a read waits for them. The first answer ends a suspicion.
-3. If no satellite answers at all, the gateway is skipped; then the circuit breaker opens (``FailureDetector``).
+1. A request unanswered for too long makes its satellite a suspect; operations that need it fail or read elsewhere.
+2. Probes (PINGs) go to suspects at growing intervals, and to their neighbours, so that a dead plane or computer is
+   known before a read waits for it. The first answer ends a suspicion.
+3. If no satellite answers, the gateway is skipped; then the circuit breaker opens.
 """
 
 from __future__ import annotations
@@ -24,19 +23,18 @@ from skymemory.protocol.wire import Op
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
 _LANE_FLOOR_BYTES = 16 * 1024
-"""Minimum window of a link with a rate: two chunks."""
+"""Two chunks."""
 UNLIMITED = math.inf, 0
+"""Way without a rate: its most bytes are never looked at, since receivers alone bound it."""
 _LEAST_GRACE_S = 0.002
 _OVERTAKING_MARGIN = 1.25
 _OVERTAKING_S = 30.0
-"""Seconds for which the lag of overtaken packets is remembered."""
+"""Seconds for which an overtaking lag is remembered."""
 _CLOCK_GRAIN_S = 2e-6
-"""Tolerance for timestamps on the wire, which are whole microseconds."""
+"""Tolerance for timestamps in whole microseconds."""
 
 
 class Peer:
-    """State of one satellite: its round trip, when it was last heard, and what it supports."""
-
     __slots__ = (
         "_answer_number",
         "_lacks",
@@ -54,23 +52,22 @@ class Peer:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
         self.quiet = False
-        """True if it did not answer as a stand-in; it is no stand-in again until it is heard."""
+        """True if it did not answer as a stand-in, until heard."""
         self.capabilities: Capabilities | None = None
-        """Capabilities in its last PONG; None before any."""
         self._lacks: dict[Op, float] = {}
-        """Unsupported operations, and until when that is believed."""
+        """Unsupported operations, each with the belief's end."""
         self._name = name
         self._suspects = suspects
         self._answer_number = self._notice_number = -1
 
     def is_new(self, number: int) -> bool:
-        """Return True if an answer (``auth.answer_number``) is later than all before it, and remember it."""
+        """Return True, and remember it, if an answer is the latest."""
         is_new = number > self._answer_number
         self._answer_number = max(self._answer_number, number)
         return is_new
 
     def is_new_notice(self, number: int) -> bool:
-        """Return ``is_new`` for a GONE, which may arrive by another link than answers."""
+        """Do as ``is_new`` for a GONE, which may arrive by another link."""
         is_new = number > self._notice_number
         self._notice_number = max(self._notice_number, number)
         return is_new
@@ -87,27 +84,25 @@ class Peer:
                 self.answered_sent_s = sent_s
 
     def declares(self, capabilities: Capabilities, now_s: float) -> None:
-        """Record its stated capabilities; other operations are not sent to it for a while."""
         self.capabilities = capabilities
         if capabilities.stated:
             unsupported = (op for op in Op if op.is_command and not capabilities.serves(op))
             self._lacks = dict.fromkeys(unsupported, now_s + ASK_AGAIN_S)
 
     def cannot(self, op: Op, now_s: float) -> None:
-        """Record that it refused ``op`` as unsupported, or answered everything else."""
         self._lacks[op] = now_s + ASK_AGAIN_S
 
     def lacks(self, op: Op, now_s: float) -> bool:
         return bool(self._lacks) and now_s < self._lacks.get(op, -math.inf)
 
     def may_ignore(self, op: Op) -> bool:
-        """Return True if it may leave ``op`` unanswered because it is unknown to it."""
+        """Return True if it may leave ``op`` unanswered as unknown."""
         known = self.capabilities
         return known is not None and not (known.stated and known.serves(op))
 
 
 class Peers:
-    """State of all satellites, windows towards the beams, and a shared window for incoming data."""
+    """State of all satellites, and windows."""
 
     def __init__(
         self,
@@ -117,9 +112,7 @@ class Peers:
         up: tuple[float, int] = UNLIMITED,
         down: tuple[float, int] = UNLIMITED,
     ) -> None:
-        """Create the state. ``up`` and ``down`` are the rate in bytes/s of a beam's slowest link, and the bytes that
-        may be in flight there; with an infinite rate, only the receivers bound it.
-        """
+        """Create the state. ``up`` and ``down`` are a beam's bytes/s and most bytes in flight."""
         self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
         self._up, self._down = up, down
         self.up_bytes_s = up[0]
@@ -128,9 +121,7 @@ class Peers:
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
         self._overtaken_s, self._overtaken_until_s = 0.0, -math.inf
-        """Lag of packets after packets sent later, and until when it is believed; shared, because all satellites share
-        a network.
-        """
+        """Lag of overtaken packets, and the belief's end."""
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
 
@@ -146,7 +137,7 @@ class Peers:
         return window
 
     def lane(self, beam: SatelliteId) -> Window | None:
-        """Return the window of bytes in flight down this beam, a part of ``inbound``; None without link rates."""
+        """Return the window down this beam; None without link rates."""
         rate_bytes_s, most_bytes = self._down
         if rate_bytes_s == math.inf:
             return None
@@ -166,53 +157,44 @@ class Peers:
         return peer
 
     def quiet(self, satellite: SatelliteId) -> bool:
-        """Return True if it is useless as a stand-in."""
         return satellite in self.suspects or self.peer(satellite).quiet
 
     def heard_late(
         self, satellite: SatelliteId, round_trip_s: float | None, now_s: float, number: int | None = None
     ) -> None:
-        """Record an answer to a request no longer awaited: the satellite is alive but late.
-
-        An answer with a ``number`` may be a replay, so it must be new.
-        """
+        """Record an answer to a request no longer awaited. With a ``number``, it must be new, or it may be a replay."""
         if (peer := self._peers.get(satellite)) is None:
             return
         if number is None or (peer.is_new(number) and round_trip_s is not None):
             peer.on_answer(round_trip_s, now_s)
 
     def grace_s(self, satellite: SatelliteId, now_s: float) -> float:
-        """Return how long the rest of an answer may lag the received part before it seems lost."""
+        """Return the lag after which the rest of an answer seems lost."""
         overtaken_s = self._overtaken_s if now_s < self._overtaken_until_s else 0.0
         return max(self.peer(satellite).round_trip.smoothed_s / 4, _LEAST_GRACE_S, _OVERTAKING_MARGIN * overtaken_s)
 
     def overtaken_by(self, late_s: float, now_s: float) -> None:
-        """Record that the rest of an answer arrived this late after later parts."""
         if now_s >= self._overtaken_until_s or late_s >= self._overtaken_s:
             self._overtaken_s, self._overtaken_until_s = late_s, now_s + _OVERTAKING_S
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
-        """Return the start of a satellite's silence since it was asked at ``asked_s``."""
         return max(asked_s, self.peer(satellite).heard_s)
 
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Return True if a packet sent after ``sent_s`` has been answered: satellites serve in order of arrival."""
+        """Return True if a packet sent later was answered: satellites serve in order."""
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def answered_since(self, satellite: SatelliteId, sent_s: float) -> bool:
         return self.peer(satellite).answered_sent_s > sent_s - _CLOCK_GRAIN_S
 
     def any_heard_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
-        """Return True if any satellite except ``but`` has answered since then. Scans all: only if something is
-        wrong.
-        """
         return any(peer.heard_s > time_s for satellite, peer in self._peers.items() if satellite not in but)
 
 
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 4.0
-"""Bounds of the probe interval, which is a quarter of the silence so far."""
+"""Bounds of the probe interval, a quarter of the silence so far."""
 MAX_SUSPECTS = 64
-"""Limit of suspects, and so of probes. A further suspect replaces the longest silent."""
+"""Limit of suspects. A further suspect replaces the longest silent."""
 
 
 @dataclass(slots=True)
@@ -228,9 +210,8 @@ class Suspects:
         self._suspicions: dict[SatelliteId, _Suspicion] = {}
         self._new: list[SatelliteId] = []
         self.next_s = math.inf
-        """Time before which no probe is due and no suspect is new."""
+        """Time before which no probe is due and no suspect new."""
         self.added = 0
-        """Suspects added so far: a read that has checked all need not check again until this changes."""
 
     def __len__(self) -> int:
         return len(self._suspicions)
@@ -264,13 +245,12 @@ class Suspects:
         return due_now
 
     def probe_all(self, now_s: float) -> None:
-        """Make all probes due now: the outage may be over."""
         for suspicion in self._suspicions.values():
             suspicion.probe_s = now_s
         self._set_next()
 
     def take_new(self) -> list[SatelliteId]:
-        """Return the satellites that became suspect since the last call and still are."""
+        """Return the suspects that are new since the last call."""
         new, self._new = self._new, []
         return [satellite for satellite in new if satellite in self._suspicions]
 
@@ -279,9 +259,8 @@ class Suspects:
 
 
 _RECENT_S = 1.0
-"""Seconds for which a suspect's neighbour that was heard or probed is not probed again."""
+"""Seconds for which a suspect's neighbour, once heard, is not probed."""
 _MAX_SCOUTED = 32
-"""Suspects beyond which neighbours are no longer probed: a large part of the constellation is out."""
 _WITNESSES = 3
 Probes = list[tuple[SatelliteId, bool]]
 """PINGs to send: the satellite, and True if sent only once."""
@@ -291,7 +270,7 @@ _NO_SATELLITE_ANSWERS = BreakerConfig(failures=1, first_wait_s=0.1, last_wait_s=
 
 
 class FailureDetector:
-    """Decisions on which satellites to probe, and when the gateway or the whole constellation (``breaker``) is dead."""
+    """Decisions on what to probe, and when the gateway or the constellation (``breaker``) is dead."""
 
     def __init__(self, sky: SkyMap, peers: Peers, gateway: Gateway | None, counters: Counters) -> None:
         self.breaker = CircuitBreaker(_NO_SATELLITE_ANSWERS)
@@ -303,7 +282,6 @@ class FailureDetector:
         self._scouted_s: dict[SatelliteId, float] = {}
 
     def refuses(self, satellite: SatelliteId | None) -> bool:
-        """Return True if a request must fail at once: the constellation or this satellite is silent."""
         if not self.breaker.closed:
             self._counters.add("breaker_refused")
             return True
@@ -314,7 +292,7 @@ class FailureDetector:
         return self._peers.suspects.next_s if self.breaker.closed else self.breaker.next_probe_s
 
     def take_due_probes(self, centre: SatelliteId, now_s: float) -> Probes:
-        """Return probes of suspects and their neighbours, or of a few witnesses if no satellite answers."""
+        """Return probes of suspects and their neighbours, or of witnesses if no satellite answers."""
         if not self.breaker.closed:
             if not self.breaker.probe_due(now_s):
                 return []
@@ -342,10 +320,8 @@ class FailureDetector:
     def overdue(
         self, satellite: SatelliteId, begun_s: float, sent_s: float, centre: SatelliteId, now_s: float
     ) -> Probes:
-        """Return probes for an overdue request to ``satellite``, if no satellite was heard since ``sent_s``.
-
-        Witnesses come first: is any satellite alive? If they are silent too, the gateway is skipped, and they are asked
-        through the next gateway.
+        """Return probes for an overdue request, if no satellite was heard since ``sent_s``: first of witnesses; if they
+        are silent too, through the next gateway.
         """
         gateway = self._gateway.current if self._gateway is not None else None
         direct: frozenset[SatelliteId] = frozenset()
@@ -364,7 +340,6 @@ class FailureDetector:
         return self._to_witnesses(satellite, centre, once=False)
 
     def succeeded(self, now_s: float) -> None:
-        """Record a success. If it closes the breaker, probe all suspects, which may be back, too."""
         if self.breaker.answered():
             self._counters.add("breaker_closed")
             self._peers.suspects.probe_all(now_s)
@@ -381,7 +356,7 @@ class FailureDetector:
 
 
 def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> list[SatelliteId]:
-    """Return satellites that show if any is alive: near the box's centre, on different planes, none on ``silent``'s."""
+    """Return satellites near the box's centre, on different planes, none on ``silent``'s."""
     near = [satellite for satellite in nearest(centre, sky.torus) if silent is None or satellite.plane != silent.plane]
     by_plane = {satellite.plane: satellite for satellite in reversed(near)}
     return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or near[:1] or [sky.torus.living(centre)]

@@ -1,18 +1,14 @@
 """State machine of the client: reads, writes and questions to satellites. It does no I/O and reads no clock.
 
-The transport drives it:
-
-==============================  ======================================================================================
+==============================  ================================================================
 ``get``, ``put``, ``ask``       begin an operation and return its number
-``bursts_to_send``              packets to send, each batch with the satellite whose beam it takes
-``receive_runs``                packets have arrived; ``receive_placed``: DATA that the transport has placed in buffers
+``bursts_to_send``              batches, each with the satellite whose beam it takes
+``receive_runs``                packets have arrived
+``receive_placed``              DATA that the transport has placed in buffers
 ``next_timer_s``                when to call ``handle_timer`` at the latest
-``handle_timer``                requests are overdue: retransmit, ask other satellites, or give up
+``handle_timer``                retransmit, ask other satellites, or give up
 ``next_event``                  an operation has ended
-==============================  ======================================================================================
-
-A transfer (``transfer``) knows which chunks are missing and where to look for them. ``requests.InFlight`` packs
-requests, keeps their deadlines and retransmits. ``liveness`` decides which satellites are dead.
+==============================  ================================================================
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate, answer_number
 from skymemory.protocol.client.gateway import Access, Gateway, access_named
 from skymemory.protocol.client.liveness import UNLIMITED, FailureDetector, Peers, Probes
-from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, Request
+from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, PacketRequest
 from skymemory.protocol.client.transfer import (
     CHUNK_OVERHEAD_BYTES,
     Absence,
@@ -73,13 +69,12 @@ from skymemory.protocol.wire import (
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
 _WINDOW_BYTES, _CREDIT_BYTES = 3 << 20, 1 << 20
-"""Defaults for a transport that states no limits: a receive buffer of 4 MiB, and a quarter of one."""
 _ARRIVES_WITHIN_S = 1.0
-"""Transit time of a packet, in seconds, during which the box may move."""
+"""Transit time during which the box may move."""
 _MIN_BURST_CHUNKS = 10
-"""Smallest burst that a write sends while others are in flight."""
+"""Smallest burst of a write while others are in flight."""
 _MAX_GONE = 1 << 16
-"""Maximum queue of dead values for ``take_gone``. The oldest are dropped beyond it; a later read then misses."""
+"""Maximum queue of dead values; if the oldest are dropped, later reads miss."""
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA,
     Op.HAS: Op.PRESENCE,
@@ -94,10 +89,8 @@ _ANSWERS: dict[Op, Op] = {
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """Configuration of a client.
-
-    ``window_bytes`` are the bytes in flight to the client; ``credit_bytes`` is the assumed capacity of a satellite that
-    has not stated it. With 0, each is the transport's limit. ``expected_rtt_s`` is the round trip by geometry.
+    """Configuration of a client. ``window_bytes`` may be in flight to the client; ``credit_bytes`` is the assumed
+    capacity of a satellite; 0: the transport's limit.
     """
 
     ground: int
@@ -106,28 +99,23 @@ class ClientConfig:
     credit_bytes: int = 0
     expected_rtt_s: float = 0.0
     give_up_s: float = 0.8
-    """Seconds of silence after which a satellite is considered dead."""
+    """Silence after which a satellite is considered dead."""
     read_burst_chunks: int = 64
     hedge_round_trips: float = 1.5
-    """Round trips after which the next copy of a replicated value is also asked; 0 asks all at once."""
+    """Round trips after which the next copy is also asked; 0: all at once."""
     authority: Authority | None = field(default=None, repr=False)
-    """Signer of commands; None if the satellites require no MACs."""
     links: Links | None = None
-    """Link rates: windows just fill a path's slowest link. None: only receivers bound the windows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "access", access_named(self.access))
 
     def taking(self, window_bytes: int, credit_bytes: int) -> ClientConfig:
-        """Return a copy in which the transport's limits replace values of 0."""
         return replace(
             self, window_bytes=self.window_bytes or window_bytes, credit_bytes=self.credit_bytes or credit_bytes
         )
 
     def way(self, kind: LinkClass) -> tuple[float, int]:
-        """Return the rate in bytes/s of a beam's slowest link, and the most bytes in flight. Answers come ``down``,
-        requests go ``up``.
-        """
+        """Return the bytes/s of a beam's slowest link, and the most bytes in flight."""
         if self.links is None:
             return UNLIMITED
         beam, isl = self.links.bytes_per_s(kind), self.links.bytes_per_s("isl")
@@ -143,8 +131,6 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End of operation ``number``. ``body`` answers a question; ``report`` and ``info`` belong to transfers."""
-
     number: int
     ok: bool
     report: TransferReport
@@ -158,8 +144,6 @@ _PLAIN_ROUND_TRIP_S = 0.0005
 
 
 class PlainRead(NamedTuple):
-    """Packed read by a single GET (``ClientMachine.plain_get``). ``landing`` is where its answer belongs."""
-
     info: ValueInfo
     satellite: SatelliteId
     request_id: int
@@ -170,8 +154,6 @@ class PlainRead(NamedTuple):
 
 
 class PlainWrite(NamedTuple):
-    """Packed write by a single SET (``ClientMachine.plain_put``)."""
-
     transfer: WriteTransfer
     satellite: SatelliteId
     request_id: int
@@ -185,10 +167,7 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
     return pack_steps(range(0, chunks, servers))
 
 
-def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
-    """Return True if a read of copies continues without a copy that missed the last write: others have sent, or are
-    asked for, what it lacks.
-    """
+def _passes_over(request: PacketRequest, transfer: ReadTransfer) -> bool:
     if not isinstance(transfer, ReplicatedRead):
         return False
     return not transfer.missing or transfer.redirect(request.indices, request.satellite)
@@ -209,7 +188,7 @@ def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
 
 
 class ClientMachine:
-    """Communication of one ground host with the constellation."""
+    """Communication of a ground host with the constellation."""
 
     def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock, first_request_id: int = 1) -> None:
         self.config = config = config.taking(_WINDOW_BYTES, _CREDIT_BYTES)
@@ -220,10 +199,9 @@ class ClientMachine:
         ways = config.way("up"), config.way("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
         self._down_bytes = ways[1][1]
-        """Bytes that may be in flight down a beam; 0 without rates."""
+        """Bytes in flight down a beam; 0 without rates."""
         self._gap_s = config.links.handover_gap_s if config.links is not None else 0.0
         self._quiet_until_s = -math.inf
-        """Time before which nothing is sent, after a change of gateway."""
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
@@ -236,9 +214,7 @@ class ClientMachine:
             first_request_id,
         )
         self._gate: ClientGate | None = None
-        """Gate for answers. With a gate, only a later answer than those before it, or DATA with new chunks, is a sign
-        of life.
-        """
+        """Gate for answers. With it, only a later answer or DATA with new chunks is a sign of life."""
         if config.authority is not None and config.authority.proves_answers:
             self._gate = ClientGate(config.authority, self.counters)
         self._keepalive = WriteKeepalive()
@@ -246,14 +222,12 @@ class ClientMachine:
         self._writes: deque[Operation] = deque()
         self._reads: deque[Operation] = deque()
         self._probes: set[int] = set()
-        """Numbers of the client's own PINGs, whose ends are not events."""
         self._pings_beside: dict[SatelliteId, int] = {}
-        """Last PING that accompanied an overdue question, by satellite."""
         self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
         self.revision = 0
-        """Count of calls, other than packets and timers, that may give it something to send."""
+        """Count of calls that may cause something to be sent."""
 
     # --- operations ---
 
@@ -267,11 +241,10 @@ class ClientMachine:
         return self._clock.moves_before(now_s, most)
 
     def get(self, info: ValueInfo, out: memoryview | Rows, now_s: float, replicas: int = 1) -> int:
-        """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly the
-        value.
+        """Begin to read a value into ``out``: writable and at least as long, or rows of exactly the value.
 
         Raises:
-            InvalidInput: ``out`` is too small or read-only, or ``info`` contradicts itself or the constellation.
+            InvalidInput: ``out`` does not hold the value, or ``info`` is impossible.
         """
         # At most a quarter of the window for each satellite, so that several answer at the same time.
         burst_bytes = self._peers.inbound.size_bytes // 4
@@ -291,7 +264,7 @@ class ClientMachine:
     # over.
 
     def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
-        """Pack ``get`` for a value entirely on one near satellite; None if an operation must serve it."""
+        """Pack ``get`` for a value on a single near satellite, if possible."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
         if not one_packet or not can_hold(out, info.value_bytes) or not self._is_quiet():
             return None
@@ -305,7 +278,7 @@ class ClientMachine:
         return PlainRead(info, satellite, request_id, packet, landing_of(info, out), moves, now_s)
 
     def end_plain_get(self, read: PlainRead, tallies: Sequence[Tally], now_s: float) -> Finished | int:
-        """Return the end of a plain read, or the number of the operation that continues it."""
+        """Return the end of a plain read, or the operation that continues it."""
         info = read.info
         if len(tallies) == 1:
             request_id, echo_us, _, placed_chunks, duplicates, corrupt, foreign = tallies[0]
@@ -323,7 +296,7 @@ class ClientMachine:
     def plain_put(
         self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
     ) -> PlainWrite | None:
-        """Pack ``put`` for a value entirely for one near satellite; None if an operation must serve it."""
+        """Pack ``put`` for a value on a single near satellite, if possible."""
         size_bytes = memoryview(value).nbytes
         chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
@@ -339,9 +312,7 @@ class ClientMachine:
         return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
 
     def end_plain_put(self, write: PlainWrite, runs: list[Run], now_s: float) -> Finished | int | None:
-        """Return the end of a plain write, the number of the operation that continues it, or None if more is expected
-        at once.
-        """
+        """Return the end of a plain write, the operation that continues it, or None if more is expected."""
         transfer = write.transfer
         acks = [native.open_ack(run) if len(run) <= segment_bytes else None for run, segment_bytes in runs]
         if acks and all(ack is not None and self._is_of(write, ack) for ack in acks):
@@ -408,14 +379,13 @@ class ClientMachine:
         set_moves: Moves | None = None,
         replicas: int = 1,
     ) -> tuple[int, ValueInfo]:
-        """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
+        """Begin to write a value; the caller keeps ``value`` unchanged until the end.
 
-        ``set_moves`` places it as if written after these moves (default: now's). If satellites of its box are
-        considered dead, the box is displaced.
+        ``set_moves`` places it as if written after these moves. A box with dead satellites is displaced.
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
-            InvalidInput: a strategy or number of servers that this constellation does not have.
+            InvalidInput: a strategy or number of servers that is not available.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
         if self._peers.suspects and chunk_bytes > 0:
@@ -436,9 +406,7 @@ class ClientMachine:
         return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
 
     def boxes_around_suspects(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
-        """Return the satellites of the displaced boxes to which values on one server, and on ``servers``, are written
-        now; none without suspects.
-        """
+        """Return the displaced boxes to which values are written now."""
         if not self._peers.suspects:
             return []
         moves = self.moves(now_s)
@@ -449,7 +417,7 @@ class ClientMachine:
         return [satellite for box in boxes for satellite in box]
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
-        """Begin a question to one satellite: one packet there, one packet back; with ``once``, not retransmitted."""
+        """Begin a question to a satellite; with ``once``, not retransmitted."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._finish(operation, "unreachable", now_s)
@@ -467,7 +435,7 @@ class ClientMachine:
         return operation.number
 
     def cancel(self, number: int) -> None:
-        """Drop an operation: its answers are ignored, and its event, if any, is discarded."""
+        """Drop an operation and its event."""
         operation = self._operations.pop(number, None)
         self.revision += 1
         if operation is not None:
@@ -484,14 +452,13 @@ class ClientMachine:
         return bool(self._gone)
 
     def take_gone(self) -> list[Dead]:
-        """Return the values reported as GONE since the last call."""
         dead_values = list(self._gone)
         self._gone.clear()
         return dead_values
 
     @property
     def idle(self) -> bool:
-        """Return True if nothing is under way except probes of silent satellites."""
+        """Return True if nothing is under way except probes."""
         return self._operations.keys() <= self._probes
 
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
@@ -517,7 +484,6 @@ class ClientMachine:
                 self._reads.appendleft(operation)
 
     def _finish(self, operation: Operation, failure: str, now_s: float, body: bytes = b"") -> None:
-        """End an operation, successfully if ``failure`` is empty."""
         if self._operations.pop(operation.number, None) is None:
             return
         if self._keepalive.on_write_end(operation.number, now_s):  # satellites may have dropped its first chunks
@@ -561,14 +527,13 @@ class ClientMachine:
         return [copy(replica) for replica in range(replicas)]
 
     def everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
-        """Return the moves of all places where a value's chunks may have been left, now's first."""
+        """Return the moves at which a value's chunks may have been left, now's first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
         return StandIns(partial(self.everywhere, transfer.info, now_s), self._peers.quiet)
 
     def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
-        """Return the places of its chunks, now and when a packet sent now arrives."""
         info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
         return {
             satellite
@@ -581,18 +546,13 @@ class ClientMachine:
 
     @property
     def wants_to_send(self) -> bool:
-        """Return False only if there is nothing to send."""
         return bool(self._writes) or bool(self._reads) or bool(self._in_flight.packets)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         return [batch for burst in self.bursts_to_send(now_s) for batch in burst]
 
     def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """Yield batches with the satellite whose beam each takes, as far as the windows admit them.
-
-        A burst of SETs is packed while the previous burst is being sent; the GETs of a read come together. The caller
-        must exhaust the iterator.
-        """
+        """Yield batches with their beams, as far as the windows admit. Exhaust the iterator."""
         in_flight = self._in_flight
         self._update_gateway(now_s)
         if now_s < self._quiet_until_s:
@@ -620,7 +580,6 @@ class ClientMachine:
             yield in_flight.take_packets()
 
     def _request_reads(self, now_s: float) -> None:
-        """Send GETs of the waiting reads until the shared window stops one of them."""
         while self._reads:
             operation = self._reads[0]
             transfer = operation.transfer
@@ -635,10 +594,7 @@ class ClientMachine:
             operation.queued = False
 
     def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
-        """GET the pending bursts of a read, as many as the window admits, packed together.
-
-        Chunks of suspects are first requested elsewhere; if that is impossible, the read has failed.
-        """
+        """GET pending bursts; chunks of suspects elsewhere, or the read fails."""
         moves, suspects = self.moves(now_s), self._peers.suspects
         # Only when a suspect was added since the last check; a replicated read asks another copy below.
         if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
@@ -673,7 +629,7 @@ class ClientMachine:
             self._in_flight.transmit(requests, now_s)
 
     def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
-        """SET the pending bursts of a write, with a stop after each. A burst is cut if the window admits less."""
+        """SET pending bursts, with a stop after each."""
         pending, suspects, peers, gateway = transfer.pending, self._peers.suspects, self._peers, self._gateway
         one_beam = gateway is not None and not gateway.direct
         moves = self.moves(now_s)
@@ -716,7 +672,7 @@ class ClientMachine:
     # --- packets received ---
 
     def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
-        """Process packets of ``segment_bytes`` each (the last may be shorter); bad packets are counted and dropped."""
+        """Process packets of ``segment_bytes`` each (the last may be shorter); bad packets are counted."""
         self.receive_runs([(memoryview(data), segment_bytes)], now_s)
 
     def receive_runs(self, runs: list[Run], now_s: float) -> None:
@@ -733,15 +689,12 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Return where answers to reads belong: a transport may place DATA there and call ``receive_placed``.
-
-        It is empty if DATA must be authenticated first.
-        """
+        """Return destinations for DATA; none if it must be authenticated."""
         return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
         # All runs are counted before any operation ends, because its end drops its requests.
-        awaited_runs: list[tuple[Request, ReadTransfer, Tally]] = []
+        awaited_runs: list[tuple[PacketRequest, ReadTransfer, Tally]] = []
         for tally in tallies:
             request = self._in_flight.by_id.get(tally[0])
             if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
@@ -781,7 +734,7 @@ class ClientMachine:
             self._finish(operation, failure, now_s)
 
     def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        """Process packets that are not one run of DATA: receive offload joins everything that a satellite sends."""
+        """Process mixed packets, joined by receive offload."""
         if segment_bytes <= 0 or not len(view):
             self.counters.add("packets_malformed")
             return
@@ -802,7 +755,6 @@ class ClientMachine:
                     self.counters.add("packets_malformed")
 
     def _receive_ack(self, ack: Ack, packet: memoryview, now_s: float) -> None:
-        """Process a plain ACK, verified and parsed: the answer to most writes."""
         request_id, ground, echo_us, slot_moves, plane_moves, credit, key, first, stride, count = ack
         request = self._in_flight.by_id.get(request_id)
         if request is None or ground != self.config.ground:
@@ -861,7 +813,7 @@ class ClientMachine:
             request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
         self._receive_answer(request, header, packet.body, now_s)
 
-    def _receive_answer(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
+    def _receive_answer(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
             self._finish(operation, "refused", now_s)
@@ -894,24 +846,22 @@ class ClientMachine:
         else:
             self.counters.add("packets_unexpected")
 
-    def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
-        """Return True if ``speaker``, another satellite, may answer the request with this status.
+    def _may_speak_for(self, speaker: SatelliteId, request: PacketRequest, status: Status) -> bool:
+        """Return True if another satellite may answer the request so.
 
-        Satellites sign refusals even of a stranger's packet that looks like this request. So only refusals by the beam,
-        which checks commands, count.
+        Satellites sign refusals even of a stranger's packets; only the beam, which checks commands, may refuse.
         """
         beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
         return status is not Status.REFUSED or speaker == beam
 
-    def _receive_old(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
-        """Process an answer that is not new: only acknowledgements of awaited chunks count."""
+    def _receive_old(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         if header.op is Op.ACK and header.status is Status.OK:
             self._receive_answer(request, header, body, now_s)
         else:
             self.counters.add("packets_unexpected")
 
-    def _is_new(self, request: Request, answer: memoryview) -> bool:
-        """Return True if an answer is later than all to this request before it; always without a gate."""
+    def _is_new(self, request: PacketRequest, answer: memoryview) -> bool:
+        """Return True if an answer is this request's latest, or without a gate."""
         if self._gate is None:
             return True
         number = answer_number(answer)
@@ -921,15 +871,15 @@ class ClientMachine:
         request.answer_number = number
         return True
 
-    def _record_answer(self, request: Request, echo_us: int, now_s: float) -> float:
-        """Record a verified answer. Return the round trip, 0 if unknown."""
+    def _record_answer(self, request: PacketRequest, echo_us: int, now_s: float) -> float:
+        """Record an answer. Return the round trip, 0 if unknown."""
         elapsed_s = since_s(echo_us, now_s)
         request.peer.on_answer(elapsed_s, now_s)
         request.link.moved_s = now_s
         return elapsed_s or 0.0
 
     def _stored(
-        self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
+        self, request: PacketRequest, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> None:
         newly_stored = transfer.acknowledge(transfer.of_request(indices, request.indices))
         if not newly_stored and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
@@ -948,9 +898,8 @@ class ClientMachine:
             self._in_flight.extend(request, now_s)
 
     def _missed(
-        self, request: Request, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
+        self, request: PacketRequest, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
-        """Look elsewhere for chunks that a satellite does not hold, or end the read."""
         # Only what this request asked for: a forged or stale MISS must not affect other chunks.
         requested = set(request.indices)
         indices = [index for index in selection.indices() if index in requested]
@@ -976,7 +925,7 @@ class ClientMachine:
             self._in_flight.retire(request)
         self._enqueue(request.operation)
 
-    def _failed(self, request: Request, failure: str, now_s: float) -> None:
+    def _failed(self, request: PacketRequest, failure: str, now_s: float) -> None:
         """Read a failed request's chunks elsewhere or leave them to copies; otherwise end the operation."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
@@ -984,7 +933,7 @@ class ClientMachine:
             reachable = failure != "timeout" or self._peers.any_heard_since(request.begun_s)
             stand_ins = self._stand_ins(transfer, now_s) if reachable else None
             saved = transfer.redirect(request.indices, request.satellite, failure, stand_ins)
-            failure = transfer.silence or failure
+            failure = failure if saved else transfer.why_ended(request.indices, failure)
         else:
             saved = transfer is not None and transfer.waive(request.indices)
         if not saved:
@@ -1006,13 +955,10 @@ class ClientMachine:
 
     @property
     def probing(self) -> bool:
-        """Return True if silent satellites are being probed: the transport then serves the timer even without an
-        operation.
-        """
+        """Return True if probes need the timer even without an operation."""
         return self._detector.next_s < math.inf
 
     def handle_timer(self, now_s: float) -> None:
-        """Hedge, retransmit or give up overdue requests; then announce writers and probe suspects."""
         self._update_gateway(now_s)
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = -math.inf
@@ -1040,12 +986,11 @@ class ClientMachine:
             self._probe(self._detector.take_due_probes(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
-        """PING the satellite of an overdue question: was the answer lost, or the operation unknown there?"""
+        """PING the satellite: was the answer lost, or the operation unknown?"""
         if self._pings_beside.get(satellite) not in self._probes:
             self._pings_beside[satellite] = self._probe([(satellite, False)], now_s)
 
     def _probe(self, probes: Probes, now_s: float) -> int:
-        """PING these satellites. Return the last PING's number."""
         number = 0
         for satellite, once in probes:
             number = self.ask(Op.PING, b"", satellite, now_s, once=once)

@@ -1,12 +1,11 @@
 """Requests from their first packet to their last answer: packing, windows, deadlines, retransmission.
 
-``begin`` and ``transmit`` send a request. ``answered``, ``extend`` and ``hurry`` move its deadline as parts of the
-answer arrive; ``retire`` ends it. A request whose deadline passes is ``overdue``; ``repeat_or_give_up`` then, in order:
+For an overdue request, ``repeat_or_give_up``, in order:
 
-1. retires it, if its chunks arrived by another request meanwhile;
-2. gives it up, if its satellite has been silent for ``give_up_s`` or more: the satellite becomes a suspect;
+1. retires it, if its chunks arrived by another request;
+2. gives it up, if its satellite was silent for ``give_up_s``: the satellite becomes a suspect;
 3. waits on, if the satellite still works through earlier requests;
-4. retransmits it under the same id, for the missing chunks, with back-off and half the window.
+4. retransmits the missing chunks under the same id, with back-off and half the window.
 """
 
 from __future__ import annotations
@@ -46,29 +45,25 @@ from skymemory.protocol.wire import (
 )
 
 ALWAYS_SENT = (Op.PING, Op.ADVANCE)
-"""Operations sent even to suspects, because an operator wants an answer."""
+"""Operations sent even to suspects, for operators."""
 _MIN_HEDGE_S = 0.002
 _MAX_PARTIAL = 10
-"""Factor of ``give_up_s`` after which a partially answered request is given up."""
+"""Factor of ``give_up_s`` that bounds partial answers."""
 _MAX_LATE = 3
-"""Factor of ``give_up_s`` that bounds the wait for late answers."""
+"""Factor of ``give_up_s`` that bounds late answers."""
 _MAX_BACKOFF = 4
-"""Largest back-off: repetitions follow after 1, 2, 4, 4 … timeouts. The windows already slow the sender down, and a
-lossy path needs many tries.
-"""
+"""Largest back-off, in timeouts: windows already slow the sender."""
 _MIN_TRIES = 4
-"""Fewest tries for a silent satellite: at 10 % loss, three lost tries happen every day."""
+"""Fewest tries for a silent satellite: at 10 % loss, three lost tries happen daily."""
 _STAND_IN_TRIES = 3
-"""Tries for a stand-in: few, because a dead plane holds most of them."""
+"""Tries for a stand-in: a dead plane holds most of them."""
 _NEARLY_SILENT = 0.9
 _UNSUPPORTED_TRIES = 3
-"""PINGs, sent with repetitions of a question, that a satellite answers before it is considered not to know the
-question. At 2 % loss each way, one question in 390,000 reaches this by chance; it is then only not asked for a while.
-"""
+"""PINGs answered before a repeated question counts as unknown: by chance in 1 of 390,000 at 2 % loss each way."""
 _MODEST_BYTES_PER_S = 200e6
-"""Rate at which a busy satellite or client may process its queue before the delay looks like loss."""
+"""Rate at which a busy host may process its queue before the delay looks like loss."""
 STALE_S = 10.0
-"""Age at which a measured round trip is discarded: in a past overload, answers took seconds."""
+"""Age at which a measured round trip is discarded."""
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
 _GROUND = GROUND_SHELL << 24
@@ -76,7 +71,7 @@ _GROUND = GROUND_SHELL << 24
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """Operation that a caller began: a read, a write, or (``transfer`` None) a question."""
+    """Read, write or (``transfer`` None) question."""
 
     number: int
     transfer: ReadTransfer | WriteTransfer | None
@@ -87,11 +82,8 @@ class Operation:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """Packet (or burst of packets) in flight, until answered, repeated or given up.
-
-    A repetition keeps the request id, so that late answers still count.
-    """
+class PacketRequest:
+    """Packets in flight. A repetition keeps the id, so that late answers count."""
 
     request_id: int
     operation: Operation
@@ -99,29 +91,28 @@ class Request:
     op: Op
     indices: Sequence[int]
     body: bytes
-    """Bytes after the headers; empty for a read whose selection is packed on transmission."""
+    """Bytes after the headers; empty for a read not yet packed."""
     begun_s: float
     deadline_s: float
     in_flight_bytes: int
     moves: Moves
     window: Window
-    """Window that it fills, whatever beam a later repetition takes."""
+    """Window that it fills, whatever beam a repetition takes."""
     peer: Peer
     lane: Window | None = None
-    """Window of the beam that carries its answer down, if that has a rate."""
+    """Window of the beam that carries its answer down."""
     turn_bytes: int = 0
-    """Value of its link's ``passed_bytes`` from which its own answer can arrive."""
+    """Its link's ``passed_bytes`` from which its answer can arrive."""
     once: bool = False
     attempts: int = 1
     sent_s: float = 0.0
     hedged: bool = False
     heard_beside: int = 0
-    """Answers to packets sent with a repetition of it, or later, while it stayed unanswered."""
+    """Answers to packets sent with or after its repetitions."""
     gap_seen: bool = False
-    """True if later parts of its answer arrived before earlier parts."""
+    """True if parts of its answer arrived out of order."""
     gap_since_s: float | None = None
     answer_number: int = -1
-    """Number of its latest answer, if satellites sign answers."""
 
     @property
     def link(self) -> Window:
@@ -129,52 +120,42 @@ class Request:
 
 
 class InFlight:
-    """All requests of a client that await answers."""
-
     def __init__(
         self,
         peers: Peers,
         gateway: Gateway | None,
         give_up_s: float,
         ground: int,
-        credit_bytes: int,
+        window_bytes: int,
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
-        """Create an empty set.
-
-        With ``gateway`` None, every satellite has its own beam. ``give_up_s`` is the wait for a silent satellite;
-        ``authority`` None means no MACs.
-        """
-        self.by_id: dict[int, Request] = {}
+        self.by_id: dict[int, PacketRequest] = {}
         self.awaited: dict[int, Landing] = {}
-        """Destination of the answers to reads, by request id."""
         self.packets: list[tuple[SegmentBatch, SatelliteId]] = []
         self._peers = peers
         self._gateway = gateway
         self._give_up_s = give_up_s
         self._ground = ground
-        self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
+        self._credit = min(window_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
         self._alarm_s = math.inf
-        """Lower bound of all deadlines: they are postponed far more often than they pass."""
+        """Lower bound of all deadlines: most are postponed."""
         self._next_request_id = first_request_id
         self._sequence = 0
 
     # --- sending ---
 
     def window(self, op: Op, satellite: SatelliteId) -> Window:
-        """Return the window that a request fills: the upward beam for a SET, otherwise the own receive buffer."""
+        """Return the upward beam's window for a SET, otherwise the receive buffer's."""
         if op is not Op.SET:
             return self._peers.inbound
         return self._peers.outbound(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def lane(self, satellite: SatelliteId) -> Window | None:
-        """Return the window of the beam that carries its answers down; None without a rate."""
         return self._peers.lane(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def _up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
-        """Return the wait of a question for this host's writes on the same beam."""
         if op is Op.SET or self._peers.up_bytes_s == math.inf:
             return 0.0
         beam = satellite if self._gateway is None else self._gateway.beam(satellite)
@@ -191,10 +172,7 @@ class InFlight:
         moves: Moves,
         now_s: float,
         request_id: int = 0,
-    ) -> Request:
-        """Create a request to transmit, which puts ``size_bytes`` in flight. ``request_id`` is from ``pack_get`` or
-        ``pack_set``.
-        """
+    ) -> PacketRequest:
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
         lane = None if op is Op.SET else self.lane(satellite)
         if peer.heard_s + STALE_S < now_s:
@@ -203,7 +181,7 @@ class InFlight:
         timeout_s = min(_timeout_s(peer, lane or window) + self._up_queue_s(op, satellite), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
-        request = Request(
+        request = PacketRequest(
             request_id or self._take_id(),
             operation,
             satellite,
@@ -229,8 +207,8 @@ class InFlight:
             lane.sent(size_bytes)
         return request
 
-    def transmit(self, requests: Sequence[Request], now_s: float) -> None:
-        """Pack requests of one operation and kind, for the chunks that they still want."""
+    def transmit(self, requests: Sequence[PacketRequest], now_s: float) -> None:
+        """Pack an operation's requests, for chunks still missing."""
         for request in requests:
             request.sent_s = now_s
             link = request.link
@@ -260,11 +238,11 @@ class InFlight:
             self._queue(single(packet), beam, now_s)
 
     def _queue(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
-        """Queue a batch, signed. A repetition is signed again, because MACs carry a time."""
+        """Queue a batch, signed again when repeated: MACs carry a time."""
         self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
     def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
-        """Return the id and packet of a GET by the satellite's own beam; ``begin`` may register it later."""
+        """Return the id and packet of a GET, to register with ``begin``."""
         request_id = self._take_id()
         prefix = self._prefix(Op.GET, satellite, satellite, request_id, moves, 0, now_s)
         address = _wire_address(satellite)
@@ -275,7 +253,7 @@ class InFlight:
     def pack_set(
         self, transfer: WriteTransfer, satellite: SatelliteId, moves: Moves, now_s: float
     ) -> tuple[int, SegmentBatch]:
-        """Return the id and batch of a SET with all chunks of a value, as ``pack_get``."""
+        """Return the id and batch of a SET of a whole value, as ``pack_get``."""
         request_id, indices = self._take_id(), range(transfer.info.chunks)
         return request_id, self._pack_set(transfer, indices, satellite, satellite, request_id, moves, now_s)
 
@@ -289,7 +267,6 @@ class InFlight:
         moves: Moves,
         now_s: float,
     ) -> SegmentBatch:
-        """Pack all chunks of a request after a common prefix, without copying them."""
         refs, payloads = transfer.of_these(indices)
         sequence = self._take_sequence(len(payloads))
         prefix = self._prefix(Op.SET, satellite, beam, request_id, moves, sequence, now_s)
@@ -305,7 +282,7 @@ class InFlight:
         sequence: int,
         now_s: float,
     ) -> bytes:
-        """Pack the headers without an intermediate ``SkyHeader``: a block needs dozens of them."""
+        """Pack without an intermediate ``SkyHeader``: a block needs dozens."""
         outer = command_fields(op, sequence, COMMAND_PREFIX_BYTES + 1)
         ends = _wire_address(satellite), _GROUND | _wire_address(beam), self._ground, request_id
         journey = HOP_LIMIT, 0, 0, microseconds(now_s) & 0xFFFFFFFF
@@ -327,22 +304,21 @@ class InFlight:
 
     # --- answers ---
 
-    def answered(self, request: Request, size_bytes: int) -> None:
+    def answered(self, request: PacketRequest, size_bytes: int) -> None:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
         if request.lane is not None:
             request.lane.answered(size_bytes)
 
-    def refused(self, request: Request, size_bytes: int) -> None:
-        """Record that this much of its answer will not arrive."""
+    def refused(self, request: PacketRequest, size_bytes: int) -> None:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.given_up(size_bytes)
         if request.lane is not None:
             request.lane.given_up(size_bytes)
 
-    def retire(self, request: Request) -> None:
+    def retire(self, request: PacketRequest) -> None:
         if self.by_id.pop(request.request_id, None) is not None:
             self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
@@ -356,21 +332,19 @@ class InFlight:
                 self.refused(request, request.in_flight_bytes)
         operation.requests.clear()
 
-    def extend(self, request: Request, now_s: float) -> None:
-        """Restart the timeout, because the answer is arriving."""
+    def extend(self, request: PacketRequest, now_s: float) -> None:
         request.deadline_s = now_s + _timeout_s(request.peer, request.link)
 
-    def hurry(self, request: Request, now_s: float) -> None:
-        """Shorten the deadline: the end of the answer has arrived, and an earlier part seems lost."""
+    def hurry(self, request: PacketRequest, now_s: float) -> None:
+        """Shorten the deadline: an earlier part of the answer seems lost."""
         self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite, now_s)))
         request.gap_seen = True
         if request.gap_since_s is None:
             request.gap_since_s = now_s
 
-    def completed(self, request: Request, now_s: float) -> None:
-        """Record that the last part of an answer has arrived.
-
-        If it lagged and was not lost (a repetition takes a round trip), the same lag is awaited next time.
+    def completed(self, request: PacketRequest, now_s: float) -> None:
+        """Record an answer's last part. If it lagged without a loss (a repetition takes a round trip), the same lag is
+        awaited next time.
         """
         if request.gap_since_s is None:
             return
@@ -383,11 +357,10 @@ class InFlight:
     # --- time ---
 
     def next_timer_s(self) -> float:
-        """Return when to check for overdue requests, possibly too early; infinite if there are none."""
+        """Return when to check for overdue requests, or earlier."""
         return self._alarm_s if self.by_id else math.inf
 
-    def overdue(self, now_s: float) -> list[Request]:
-        """Return requests whose deadlines have passed; each must be hedged, repeated or given up."""
+    def overdue(self, now_s: float) -> list[PacketRequest]:
         if now_s < self._alarm_s:
             return []
         # The alarm may be early, because deadlines are mostly postponed. Then nothing is overdue, and the next alarm is
@@ -397,12 +370,11 @@ class InFlight:
         self._alarm_s = min(later, default=math.inf)
         return overdue
 
-    def _set_deadline(self, request: Request, deadline_s: float) -> None:
+    def _set_deadline(self, request: PacketRequest, deadline_s: float) -> None:
         request.deadline_s = deadline_s
         self._alarm_s = min(self._alarm_s, deadline_s)
 
-    def hedge(self, request: Request, now_s: float) -> bool:
-        """Return True if the next copy must be asked, too, for this overdue request."""
+    def hedge(self, request: PacketRequest, now_s: float) -> bool:
         transfer = request.operation.transfer
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
@@ -410,8 +382,8 @@ class InFlight:
         self._set_deadline(request, now_s + _timeout_s(request.peer, request.link))
         return transfer.ask_next(request.indices, request.satellite)
 
-    def repeat_or_give_up(self, request: Request, moves: Moves, now_s: float) -> str:
-        """Settle an overdue request or repeat it (the steps above). Return why it is given up, or ""."""
+    def repeat_or_give_up(self, request: PacketRequest, moves: Moves, now_s: float) -> str:
+        """Settle or repeat an overdue request. Return why it is given up, or ""."""
         transfer = request.operation.transfer
         wanted: list[int] = []
         if transfer is not None:
@@ -445,7 +417,9 @@ class InFlight:
             self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
 
-    def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
+    def _repeat(
+        self, request: PacketRequest, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float
+    ) -> None:
         round_trip = request.peer.round_trip
         request.link.lost(now_s, round_trip.smoothed_s)
         # Back-off is for dead satellites: a live satellite gets lost packets again at once.
@@ -465,17 +439,12 @@ class InFlight:
         self.transmit([request], now_s)
 
     def _silence_s(self, peer: Peer) -> float:
-        """Return how long a satellite may be silent.
-
-        If its recent answers were late, because of overload, they may be as late again, and repetitions may be lost.
-        """
+        """Return the allowed silence: longer if recent answers were late."""
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
-    def _ignored(self, request: Request) -> bool:
-        """Return True if a satellite that may not know this operation answered a packet sent with a repetition of it,
-        or later.
-
-        The first transmission does not count, because only repetitions are accompanied by a PING.
+    def _ignored(self, request: PacketRequest) -> bool:
+        """Return True if a satellite that may not know this operation answered packets since its last repetition, sent
+        beside a PING.
         """
         if not request.peer.may_ignore(request.op) or request.attempts == 1 or request.op in ALWAYS_SENT:
             return False
@@ -484,16 +453,13 @@ class InFlight:
         return answered
 
     def _suspect_all(self, operation: Operation, now_s: float) -> None:
-        """Suspect the other satellites of a timed-out operation that have been silent for as long."""
         for request in map(self.by_id.__getitem__, operation.requests):
             since_s = self._peers.silent_since_s(request.satellite, request.begun_s)
             if now_s >= since_s + _NEARLY_SILENT * self._silence_s(request.peer):
                 self._peers.suspects.add(request.satellite, now_s)
 
-    def _still_queued(self, request: Request, now_s: float) -> bool:
-        """Return True if it is late only because the satellite answers earlier requests: a full timeout then starts at
-        the last answer.
-        """
+    def _still_queued(self, request: PacketRequest, now_s: float) -> bool:
+        """Return True if the satellite still answers earlier requests; the timeout then starts at its last answer."""
         satellite = request.satellite
         if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):
             return False
@@ -507,9 +473,7 @@ class InFlight:
 
 
 def _timeout_s(peer: Peer, link: Window) -> float:
-    """Return the time allowed for an answer: the round trip, plus the bytes in flight at the link's rate, or at a
-    modest rate.
-    """
+    """Return the round trip, plus the time of the bytes in flight at the link's rate."""
     return peer.round_trip.timeout_s() + link.in_flight_bytes / min(link.rate_bytes_s, _MODEST_BYTES_PER_S)
 
 

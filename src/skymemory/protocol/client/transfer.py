@@ -1,9 +1,8 @@
-"""Transfer of one value: the chunks that have arrived (or are stored), and which to request (or send) next, and where.
+"""Transfer of a value: which chunks to request (or send) next, and where.
 
-A read asks the satellite on which the clock places a chunk. If the chunk is not there (``absent``), the likely places
-are asked in turn, because the box may be moving; then, at once, all places where the chunk can have been left. If a
-satellite is silent (``redirect``, ``avoid``), its stand-ins are asked: the satellites that held the chunk before it.
-For a replicated value, another copy is asked before the stand-ins.
+A read asks the satellite on which the clock places a chunk. After a MISS (``absent``), the likely places are asked in
+turn, because the box may be moving; then all possible places. For a silent satellite (``redirect``, ``avoid``), another
+copy or its stand-ins are asked: the satellites that held the chunk before it.
 """
 
 from __future__ import annotations
@@ -40,25 +39,20 @@ from skymemory.protocol.wire import (
 )
 
 Everywhere = Callable[[], Sequence[Moves]]
-"""Moves at which a chunk may ever have been left, now's first."""
+"""Moves at which a chunk may have been left, now's first."""
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
-"""Satellite of each server of this value at given moves."""
+"""Satellite of each server at given moves."""
 
 WRITE_BURST_CHUNKS = 64
-"""Chunks of a SET request, which is answered as a whole; the windows may cut it."""
 CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
-"""Bytes of a DATA or SET packet without its payload."""
 _CRC_BYTES = 4
 _CACHED_PLAN_CHUNKS = 1 << 16
-"""Largest value, in chunks, whose bursts are cached; for larger values, computing them is relatively cheap."""
 _MAX_STAND_INS = 8
-"""Satellites asked in place of a silent satellite: those that had its chunks last, or are next."""
 _MAX_RENEWALS = 3
-"""Restarts of a chunk's search because the box has moved."""
 
 
 class StandIns(NamedTuple):
-    """Satellites to ask in place of a silent satellite, by moves, except ``quiet`` satellites."""
+    """Satellites to ask in place of a silent satellite, by moves."""
 
     at: Everywhere
     quiet: Callable[[SatelliteId], bool]
@@ -66,8 +60,6 @@ class StandIns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Properties of a value that a reader needs, from the index or a probe (HAS)."""
-
     key: bytes
     chunks: int
     chunk_bytes: int
@@ -78,7 +70,7 @@ class ValueInfo:
     set_moves: Moves
 
     def check(self) -> None:
-        """Check that the numbers agree: an index may be stale, a probe wrong.
+        """Check numbers from an index or a probe.
 
         Raises:
             InvalidInput: the numbers contradict each other.
@@ -93,9 +85,8 @@ class ValueInfo:
 
 @dataclass(slots=True)
 class TransferReport:
-    """Cost of one transfer. Bytes count payload only; ``requests`` counts GETs or SETs sent.
-
-    ``clock_ahead_s``, for a ping, is the lead of the satellite's clock, accurate to half the round trip.
+    """Cost of a transfer. Bytes count payload only. ``clock_ahead_s`` is a pinged satellite's lead, accurate to half
+    the round trip.
     """
 
     value_bytes: int = 0
@@ -111,7 +102,7 @@ class TransferReport:
 
 
 class Burst(NamedTuple):
-    """Chunks of one request to one satellite. ``steps`` are the packed steps (``pack_steps``), or empty."""
+    """Chunks of a request; ``steps`` may be packed."""
 
     satellite: SatelliteId
     indices: Sequence[int]
@@ -119,11 +110,6 @@ class Burst(NamedTuple):
 
 
 class WaitingBursts:
-    """Bursts of a write that are still to be sent, in order.
-
-    A lookup costs as much as there are satellites whose windows have changed, however many bursts wait.
-    """
-
     __slots__ = ("_aside", "_bursts", "_heads")
 
     def __init__(self, bursts: Iterable[Burst] = ()) -> None:
@@ -132,7 +118,6 @@ class WaitingBursts:
             self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
         self._heads = [(queue[0][0], satellite) for satellite, queue in self._bursts.items()]
         self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
-        """Satellites put aside, with the full window and its values at that time."""
 
     def __bool__(self) -> bool:
         return bool(self._heads or self._aside)
@@ -141,7 +126,6 @@ class WaitingBursts:
         return (burst for _, burst in sorted(chain.from_iterable(self._bursts.values()), key=itemgetter(0)))
 
     def first(self) -> Burst | None:
-        """Return the first burst that is not put aside."""
         return self._bursts[self._heads[0][1]][0][1] if self._heads else None
 
     def drop(self, chunks: int) -> None:
@@ -159,11 +143,9 @@ class WaitingBursts:
             del self._bursts[satellite]
 
     def put_aside(self, window: Window) -> None:
-        """Put aside the satellite of ``first``, whose window is full."""
         self._aside.append((heapq.heappop(self._heads), window, window.passed_bytes, window.limit_bytes))
 
     def resume(self, all_of_them: bool) -> None:
-        """Resume satellites whose windows have changed."""
         if self._aside:
             aside, self._aside = self._aside, []
             for entry in aside:
@@ -182,7 +164,6 @@ class WaitingBursts:
 def _bursts_in_turn(
     chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int
 ) -> Iterator[tuple[SatelliteId, range]]:
-    """Yield all chunks of a value: the first burst of every server, then the second of every server, and so on."""
     # In turn, so that all satellites start to answer with the first requests.
     round_chunks = servers * burst_chunks
     for first in range(0, chunks, round_chunks):
@@ -194,7 +175,6 @@ def _bursts_in_turn(
 def _plan(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    """Return a transfer's bursts and number of satellites, equal for all values of one size in one place."""
     bursts = tuple(
         Burst(satellite, indices, pack_steps(indices))
         for satellite, indices in _bursts_in_turn(chunks, satellites, servers, burst_chunks)
@@ -212,9 +192,8 @@ def planned(
 class Absence(NamedTuple):
     """MISS of some chunks, and what a reader then knows.
 
-    ``nearby`` are the moves at which they may be found, now's (``moves``) first; ``everywhere`` all moves at which they
-    may ever have been left. ``settled``: the satellite reports no handover of the key in progress. ``counted`` are the
-    moves by its count. It was asked at ``asked_s``.
+    ``nearby`` are the moves at which they may be found, now's first; ``everywhere`` all at which they may have been
+    left. ``settled``: no handover of the key is in progress there. ``counted`` are the satellite's moves.
     """
 
     satellite: SatelliteId
@@ -232,10 +211,10 @@ class Absence(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
-    """Search for one chunk that was not in its place, as seen at moves ``at``.
+    """Search for a chunk that was not in its place at moves ``at``.
 
-    It first goes place by place (``left``), then to all possible places at once: ``silent`` have not answered, and
-    ``proof`` is True if the answers so far leave no place for the chunk.
+    ``left`` are asked in turn, then all at once: ``silent`` have not answered; ``proof`` is True while no place is left
+    for the chunk.
     """
 
     at: Moves
@@ -244,19 +223,19 @@ class _Search:
     silent: set[SatelliteId] | None = None
     since_s: float = 0.0
     proof: bool = True
-    in_place_of_silent: bool = False
+    silence: str = ""
+    """Failure of the satellite in whose place stand-ins are asked."""
 
     def renew(self, moves: Moves) -> bool:
-        """Start again if the box has moved since, a bounded number of times."""
         if self.at == moves or self.renewals == _MAX_RENEWALS:
             return False
         self.renewals += 1
-        self.at, self.silent, self.in_place_of_silent = moves, None, False
+        self.at, self.silent, self.silence = moves, None, ""
         return True
 
 
 class ReadTransfer:
-    """Read of one value into ``out``: writable, at least ``value_bytes`` long; or rows of exactly the value."""
+    """Read of a value into ``out``: writable and at least as long, or rows of exactly the value."""
 
     def __init__(self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int) -> None:
         """Create the transfer.
@@ -273,21 +252,22 @@ class ReadTransfer:
         self.info = info
         self.out = out
         self.landing = landing_of(info, out)
-        """Destination into which the native helper places arriving chunks."""
         self.arrived = self.landing[6]
         self.missing = info.chunks
         bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.checked_suspects: int | None = None
-        """``Suspects.added`` when no burst of ``pending`` was for a suspect."""
+        """``Suspects.added`` when ``pending`` had no suspect."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self._where = where
         self._searches: dict[int, _Search] = {}
         self._aside: list[Burst] = []
-        """Bursts that wait until the stand-ins have served: if these fail, the rest need not be read."""
+        """Bursts that wait until the stand-ins have served."""
         self._sought: set[int] = set()
-        self.silence = ""
-        """Failure of the first satellite that needed stand-ins, and of the read if these fail."""
+        self._failures: dict[SatelliteId, str] = {}
+        """First failure of each satellite that needed stand-ins: after a timeout it counts as unreachable, which is no
+        news.
+        """
 
     def on_chunks_placed(self, placed: int, duplicates: int, corrupt: int) -> None:
         self.missing -= placed
@@ -307,15 +287,14 @@ class ReadTransfer:
         return all(map(self.arrived.__getitem__, indices))
 
     def absent(self, indices: list[int], answer: Absence) -> str:
-        """Search for chunks that a satellite does not hold, while the box is moving.
+        """Search for chunks that a satellite does not hold.
 
-        1. The likely places in turn. Only servers of the column or row that has just changed place have a second
-           candidate: a chunk stays there until its copy has been acknowledged and aged, so the order is now → nearby →
-           now again.
+        1. The likely places in turn: now → nearby → now again, because a chunk stays in its old place until its copy is
+           acknowledged and aged.
         2. All places where it can have been left, at once.
 
-        Return the reason why the read must end, or "". "missing" is proved: all possible places have answered so within
-        ``PROOF_S``, at the same count of moves, with no handover in progress. "under way" is everything else.
+        Return why the read must end, or "". "missing" is proved: all places have said so within ``PROOF_S``, at the
+        same moves, with no handover in progress. Everything else is "under way".
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -330,7 +309,7 @@ class ReadTransfer:
                 if search.proof and answer.now_s - search.since_s <= PROOF_S:
                     return "missing"
                 if not search.renew(answer.moves):
-                    return self.silence if search.in_place_of_silent else "under way"
+                    return self.why_ended((index,), "") if search.silence else "under way"
                 search.left = self._likely(index, answer)
             elif not search.left and search.renew(answer.moves):  # the box has moved: other places are likely now
                 search.left = self._likely(index, answer)
@@ -353,7 +332,6 @@ class ReadTransfer:
         return search.silent
 
     def _answered_everywhere(self, search: _Search, answer: Absence) -> bool:
-        """Record an answer to the search at all places. Return True if it was the last."""
         assert search.silent is not None
         search.silent.discard(answer.satellite)
         search.proof = search.proof and answer.settled and answer.moves == search.at == answer.counted
@@ -372,9 +350,8 @@ class ReadTransfer:
     ) -> bool:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
-        If all places are being asked, one place need not answer, but then nothing is proved. Otherwise the stand-ins
-        are asked: the satellite may have died before it was handed the chunks. If these fail too, the read ends with
-        ``failure``.
+        If all places are being asked, nothing is proved any more. Otherwise the stand-ins are asked: the satellite may
+        have died before its handover. If these fail too, ``why_ended`` returns ``failure``.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -401,15 +378,24 @@ class ReadTransfer:
         places = [place for place in known_places if place != silent and not others.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
-        search.in_place_of_silent = True
-        self.silence = self.silence or failure
+        search.silence = self._failures.setdefault(silent, failure)
         self._searches[index] = search
         return search
 
-    def avoid(self, suspects: Suspects, others: StandIns) -> bool:
-        """Ask the stand-ins of silent satellites first, and the others after these have served. Return False without
-        stand-ins.
+    def why_ended(self, indices: Sequence[int], failure: str) -> str:
+        """Return the reason of a read that ends because these chunks' satellite failed.
+
+        Stand-ins that fail leave the failure in whose place they were asked. Of the missing chunks' failures the most
+        certain counts: who was silent in time may only be late, who cannot be reached is not.
         """
+        silences = {index: search.silence for index, search in self._searches.items() if not self.arrived[index]}
+        failures = {silence for silence in silences.values() if silence}
+        if not any(silences.get(index) for index in indices):
+            failures.add(failure)
+        return min(failures, key=lambda reason: (reason == "timeout", reason != "unreachable", reason))
+
+    def avoid(self, suspects: Suspects, others: StandIns) -> bool:
+        """Ask the stand-ins of silent satellites first. Return False without stand-ins."""
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
             one_of_many = self.is_one_of_many(burst.indices)
@@ -425,17 +411,15 @@ class ReadTransfer:
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
-        """Return True if all places are being asked for these, so that a silent satellite does not end the read."""
+        """Return True if all places are being asked: no silent satellite then ends the read."""
         searches = (self._searches.get(index) for index in indices if not self.arrived[index])
         return all(search is not None and search.silent is not None for search in searches)
 
     def in_place_of_silent(self, indices: Sequence[int]) -> bool:
-        """Return True if these are asked of stand-ins: worth a try, but no long wait."""
         searches = (self._searches.get(index) for index in indices if not self.arrived[index])
-        return any(search is not None and search.in_place_of_silent for search in searches)
+        return any(search is not None and search.silence for search in searches)
 
     def on_all_requested(self, landing: Landing) -> None:
-        """Record that all chunks have been requested into ``landing``."""
         self.landing = landing
         self.arrived = landing[6]
         self.pending.clear()
@@ -452,7 +436,7 @@ def landing_of(info: ValueInfo, out: memoryview | Rows) -> Landing:
 
 
 def verified(info: ValueInfo, landing: Landing) -> bool:
-    """Return True if the value's checksum, combined from its verified chunks, is right."""
+    """Return True if the value's checksum, combined from its chunks, is right."""
     if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
         return info.value_crc == 0
     return native.crc32_join(landing[7], info.chunk_bytes, info.value_bytes) == info.value_crc
@@ -460,7 +444,7 @@ def verified(info: ValueInfo, landing: Landing) -> bool:
 
 @dataclass(slots=True)
 class WriteTransfer:
-    """Write of one value: references and checksums are computed once, payloads are views of the caller's buffer."""
+    """Write of a value; payloads are views of the caller's buffer."""
 
     info: ValueInfo
     refs: bytes | bytearray
@@ -469,7 +453,6 @@ class WriteTransfer:
     missing: int
     pending: WaitingBursts
     checked_suspects: int = 0
-    """``Suspects.added`` when its bursts were last checked."""
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
@@ -479,7 +462,7 @@ class WriteTransfer:
         """Create the write of a value.
 
         Raises:
-            ValueTooLarge: a chunk that no datagram carries, or a value beyond the 4 GiB of the wire.
+            ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
         """
         view = memoryview(value).cast("B")
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
@@ -505,7 +488,7 @@ class WriteTransfer:
         return refs[indices].tobytes(), [self.payloads[index] for index in indices]
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
-        """Return the chunks that an answer's ``indices`` stand for, in a request for ``asked``."""
+        """Return the chunks of a request that an answer's ``indices`` mean."""
         return indices
 
     def waive(self, indices: Sequence[int]) -> bool:
@@ -533,13 +516,11 @@ def _rows(refs: bytes | bytearray) -> np.ndarray:
 
 
 _WAIVED = 2
-"""Mark of a copy that is not stored, because its satellite is dead or full; another copy must do."""
 
 
 class ReplicatedRead(ReadTransfer):
-    """Read of a value with copies: replica 0 first, the next copy if an answer is late or a satellite dead.
-
-    An answer is late after ``hedge`` round trips; with 0, all copies are asked at once.
+    """Read of a value with copies: the next copy is asked if a satellite is dead or late by ``hedge`` round trips (0:
+    all at once).
     """
 
     def __init__(
@@ -573,13 +554,13 @@ class ReplicatedRead(ReadTransfer):
         return True
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """Ask the next copy for these late chunks, too. Return True if there is one."""
+        """Ask the next copy for these chunks, too, if possible."""
         bursts = self._elsewhere(indices, satellite)
         self.pending.extend(bursts or ())
         return bool(bursts)
 
     def _elsewhere(self, indices: Sequence[int], satellite: SatelliteId) -> list[Burst] | None:
-        """Return bursts for the missing chunks from other copies; None if a chunk has no other copy."""
+        """Return bursts to other copies; None if a missing chunk has none."""
         places = [copy(self._moves) for copy in self._copies]
         wanted: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -605,7 +586,7 @@ class ReplicatedRead(ReadTransfer):
 
 
 class ReplicatedWrite(WriteTransfer):
-    """Write of a value with copies, successful if every chunk is stored at least once.
+    """Write of a value with copies, successful if every chunk is stored once.
 
     Copy r of chunk i has the index r · chunks + i, except on the wire.
     """
@@ -646,33 +627,25 @@ class ReplicatedWrite(WriteTransfer):
 
 _ANNOUNCE_EVERY_S = 0.5
 _MAX_SILENCE_S = WRITING_S - 1.0
-"""Longest time between announcements: the later may take a second longer and is still in time."""
 
 
 class WriteKeepalive:
-    """Announcements of writes in progress to their satellites (RETAIN with WRITING), each half second.
+    """Announcements of writes in progress (RETAIN with WRITING): a half-written value looks like half a lost value.
 
-    A half-written value looks like a value that has lost its other half, both to readers without an index and to
-    satellites that check if their blocks are whole. A write may take any time, so satellites cannot know that more will
-    come.
-
-    A writer that was paused for too long cannot know what has become of its first chunks: the write has then failed,
-    even if all chunks were acknowledged.
+    A writer that paused too long cannot know what has become of its first chunks: the write has then failed.
     """
 
     def __init__(self) -> None:
         self._writes: dict[int, tuple[WriteTransfer, float]] = {}
         self.next_s = math.inf
-        """Time of the next call of ``take_due``; infinite without writes."""
 
     def on_write_begin(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
-        """Record that a write's first chunks leave. May be repeated."""
         if number not in self._writes:
             self._writes[number] = transfer, now_s
             self.next_s = min(self.next_s, now_s + _ANNOUNCE_EVERY_S)
 
     def on_write_end(self, number: int, now_s: float) -> bool:
-        """Forget a write. Return True if satellites may have considered it abandoned."""
+        """Forget a write. Return True if satellites may consider it abandoned."""
         _, announced_s = self._writes.pop(number, (None, now_s))
         if not self._writes:
             self.next_s = math.inf
@@ -681,7 +654,7 @@ class WriteKeepalive:
     def take_due(
         self, now_s: float, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]]
     ) -> tuple[list[int], list[tuple[SatelliteId, bytes]]]:
-        """Return the numbers of writes that are too late, and the RETAIN bodies that announce the others."""
+        """Return writes that are too late, and RETAIN bodies for the others."""
         late = [number for number, (_, at_s) in self._writes.items() if now_s - at_s > _MAX_SILENCE_S]
         keys: dict[SatelliteId, dict[bytes, None]] = {}
         for number, (transfer, _) in self._writes.items():

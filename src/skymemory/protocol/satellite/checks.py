@@ -1,11 +1,6 @@
-"""CHECK and CHECKED: does another satellite hold all chunks of one server of a value? And proofs that a chunk is lost.
+"""CHECK and CHECKED: does another satellite hold all chunks of a server of a value? And proofs of loss.
 
-HAS cannot answer that if values have copies: a satellite is the place of one server by one copy, and of another server
-by the next copy.
-
-- ``Check`` is the question about one share, ``Checks`` sends and answers them;
-- ``Replicas`` reports which shares are not whole here, and which satellites have their other copies;
-- ``LossProofs`` decides if a chunk exists nowhere any more: only then may the rest of its value be dropped.
+HAS cannot answer that if values have copies: a satellite may hold different servers of different copies.
 """
 
 from __future__ import annotations
@@ -39,11 +34,10 @@ from skymemory.protocol.wire import (
 MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3
 MOST_QUESTIONS_OF_PROOFS = 128
-"""CHECK packets of a ``LossProofs.ask``, each for 100 chunks; the first value may need more."""
+"""CHECK packets of a ``LossProofs.ask``; the first value may need more."""
 _MOST_PLACEMENTS = 32
-"""Placements per ``ask``: values that were set together share a placement."""
 _MOST_CHUNKS = 0xFFFF
-"""Largest value whose loss can be proved: a CHECK cannot name single chunks beyond it."""
+"""Largest value whose loss can be proved: a CHECK names no more chunks."""
 _PLACEMENT = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _COUNT = struct.Struct(">HH")
 _CHECK = struct.Struct(">32s12sHHII")
@@ -54,9 +48,7 @@ assert _CHECK.size == KEY_BYTES + SETTING_BYTES + 12
 
 
 class Check(NamedTuple):
-    """Question about all chunks of server ``server`` (0-based) of a value with ``chunks`` of ``length_bytes`` over
-    ``servers``.
-    """
+    """Question about all chunks of a server (0-based) of a value."""
 
     key: bytes
     setting: bytes
@@ -67,7 +59,6 @@ class Check(NamedTuple):
 
     @classmethod
     def of(cls, packed: bytes, server: int) -> Check:
-        """Return the check of one server of a packed reference's value."""
         ref = ChunkRef.unpack(packed)
         return cls(ref.key, setting_of(packed), ref.tag.servers, server, ref.chunks, ref.length_bytes)
 
@@ -76,7 +67,6 @@ class Check(NamedTuple):
         return -(-(self.chunks - self.server) // self.servers)
 
     def held_in(self, share: Share) -> list[int]:
-        """Return the indices of those chunks in a share."""
         return [
             index
             for index, (ref, _) in share.items()
@@ -84,16 +74,14 @@ class Check(NamedTuple):
         ]
 
 
-class Found(IntEnum):
-    """Result of a check, by its number on the wire."""
+class CheckResult(IntEnum):
+    """Result of a check; frozen numbers."""
 
     WHOLE = 0
     LACKING = 1
     """Some chunks are missing, and there is room for them."""
     NO_ROOM = 2
-    """Some chunks are missing and not wanted: something would be evicted for them, another setting is in their places,
-    or the value is known to be dead.
-    """
+    """Some chunks are missing and not wanted: no room, another setting in their places, or a dead value."""
 
 
 def pack_checks(checks: Sequence[Check]) -> bytes:
@@ -115,33 +103,32 @@ def unpack_checks(body: Buffer) -> list[Check]:
     return checks
 
 
-def pack_found(found: Sequence[Found]) -> bytes:
+def pack_found(found: Sequence[CheckResult]) -> bytes:
     return pack_verdicts(found)
 
 
-def unpack_found(body: Buffer) -> list[Found]:
-    return unpack_verdicts(body, Op.CHECKED, Found)
+def unpack_found(body: Buffer) -> list[CheckResult]:
+    return unpack_verdicts(body, Op.CHECKED, CheckResult)
 
 
 # --- Questions and answers ---
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Results of ``place`` for ``checks``.
+class CheckAnswer:
+    """Results of ``place``.
 
-    ``same_moves``: it counts the same moves as this satellite. ``settled``: none of these chunks is being handed over
-    there, and none of their keys is being written.
+    ``same_moves``: it counts the same moves. ``settled``: none of this is being handed over or written there.
     """
 
     place: SatelliteId
     checks: list[Check]
-    found: list[Found]
+    found: list[CheckResult]
     same_moves: bool
     settled: bool
 
 
-OnAnswer = Callable[[Answer, float], None]
+OnAnswer = Callable[[CheckAnswer, float], None]
 
 
 @dataclass(slots=True)
@@ -153,8 +140,6 @@ class _Asked:
 
 
 class Checks:
-    """Sender of the questions of one satellite and responder to those of others."""
-
     def __init__(self, state: SatelliteState) -> None:
         self._state = state
         self._store = state.store
@@ -188,10 +173,10 @@ class Checks:
         if question is not None and len(results) == len(question.checks):
             same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
             settled = bool(packet.header.flags & FLAG_SETTLED)
-            question.on_answer(Answer(question.place, question.checks, results, same_moves, settled), now_s)
+            question.on_answer(CheckAnswer(question.place, question.checks, results, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Handle CHECK. Free memory is offered once per packet, not once per check."""
+        """Handle CHECK; free memory is offered once per packet."""
         room_bytes = self._store.limit_bytes - self._store.used_bytes
         results, settled = [], True
         for check in unpack_checks(packet.body):
@@ -201,19 +186,18 @@ class Checks:
             missing = check.expected - len(held_indices)
             size_bytes = missing * (check.length_bytes + CHUNK_REF_BYTES)
             if missing <= 0:
-                results.append(Found.WHOLE)
+                results.append(CheckResult.WHOLE)
             elif (
                 size_bytes > room_bytes or self._dead.get(check.key) == check.setting or _taken_by_others(check, share)
             ):
-                results.append(Found.NO_ROOM)
+                results.append(CheckResult.NO_ROOM)
             else:
                 room_bytes -= size_bytes
-                results.append(Found.LACKING)
+                results.append(CheckResult.LACKING)
         self._outbox.reply(packet.header, Op.CHECKED, pack_found(results), now_s, flags=FLAG_SETTLED if settled else 0)
 
 
 def _taken_by_others(check: Check, share: Share) -> bool:
-    """Return True if another setting is in these places: which setting is later is unknown."""
     return any(
         index % check.servers == check.server and setting_of(ref) != check.setting for index, (ref, _) in share.items()
     )
@@ -223,7 +207,7 @@ def _taken_by_others(check: Check, share: Share) -> bool:
 
 
 class Replicas:
-    """Shares that are not whole on this satellite, and the satellites that hold their other copies."""
+    """Shares that are not whole here, and the places of their other copies."""
 
     def __init__(self, state: SatelliteState) -> None:
         self._here = state.here
@@ -237,8 +221,8 @@ class Replicas:
     ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
         """Return shares of a stored key that must be whole elsewhere, with the satellites that may have them.
 
-        These are shares that are not whole here, and the share of the server ``distance`` further in the ring. With
-        ``before``, the moves before the last move, both places may have a share, and nothing needs to be here yet.
+        These are shares not whole here, and that of the server ``distance`` further in the ring. With ``before``, the
+        earlier moves, both places may have a share, and nothing needs to be here yet.
         """
         share = self._store.shares.get(key)
         if not share:
@@ -253,19 +237,16 @@ class Replicas:
     def find_incomplete_shares(
         self, packed: bytes, before: Moves | None = None
     ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
-        """Return a value's shares that are not whole here, with the satellites of their other copies."""
+        """Return a value's shares that are not whole here, with the other copies' satellites."""
         return [(check, self.get_other_places(packed, check.server, before)) for check in self._not_whole(packed, True)]
 
     def missing(self, check: Check) -> list[int]:
-        """Return a share's missing chunks: at most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any
-        number.
-        """
+        """Return a share's missing chunks, limited because a reference may claim any number."""
         held_indices = set(check.held_in(self._store.shares.get(check.key, {})))
         missing = (index for index in range(check.server, check.chunks, check.servers) if index not in held_indices)
         return list(islice(missing, MAX_CHECKS_PER_PACKET))
 
     def get_other_places(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
-        """Return the other satellites of a share's copies, now and before."""
         places: dict[SatelliteId, None] = {}
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             for replica in self._replicas:
@@ -276,9 +257,7 @@ class Replicas:
         return tuple(place for place in places if place != self._here)
 
     def _not_whole(self, packed: bytes, ours: bool) -> list[Check]:
-        """Return the shares that are here in part and, with ``ours``, those that belong here and are missing
-        altogether.
-        """
+        """Return shares that are here in part and, with ``ours``, those that should be here."""
         ref = ChunkRef.unpack(packed)
         share = self._store.shares.get(ref.key, {})
         servers = {index % ref.tag.servers for index in share} if share else set[int]()
@@ -312,15 +291,11 @@ class Replicas:
 # moves, and are settled. If a satellite is silent, nothing is proved, and nothing is dropped.
 
 OnProof = Callable[[bytes, bool, float], None]
-"""Callback: packed reference of the value, True if a chunk is lost or False if all chunks in question exist, time. Not
-called if neither is certain.
-"""
+"""Callback: packed reference, True if a chunk is lost or False if all exist, time. Not called if neither is certain."""
 
 
 @dataclass(slots=True)
 class _Case:
-    """Value in question: for each chunk, the satellites that may still have it."""
-
     packed: bytes
     left: dict[int, set[SatelliteId]]
     asked_s: float
@@ -329,8 +304,6 @@ class _Case:
 
 
 class LossProofs:
-    """Proofs by asking all satellites that may have a chunk."""
-
     def __init__(self, state: SatelliteState, checks: Checks) -> None:
         self._state = state
         self._here = state.here
@@ -340,10 +313,7 @@ class LossProofs:
         self._checks = checks
 
     def ask(self, values: Sequence[tuple[bytes, Collection[int]]], on_proof: OnProof, now_s: float) -> None:
-        """Ask about values, each given by a packed reference and missing chunks of its setting.
-
-        Values beyond the limit of questions are skipped.
-        """
+        """Ask about values: packed references and missing chunks. Values beyond the limit are skipped."""
         by_place: dict[SatelliteId, list[tuple[_Case, Check]]] = {}
         places: dict[tuple[bytes, int], set[SatelliteId]] = {}
         questions = 0
@@ -371,11 +341,11 @@ class LossProofs:
                 self._ask(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
     def _ask(self, place: SatelliteId, asked: Sequence[tuple[_Case, Check]], now_s: float) -> None:
-        def on_answer(answer: Answer, answered_s: float) -> None:
+        def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for (case, check), what in zip(asked, answer.found, strict=True):
                 if check.server not in case.left:
                     continue
-                if what is Found.WHOLE:
+                if what is CheckResult.WHOLE:
                     del case.left[check.server]
                     if not case.left:
                         case.on_proof(case.packed, False, answered_s)
@@ -386,14 +356,13 @@ class LossProofs:
         self._checks.ask(place, [check for _, check in asked], on_answer, now_s, PROOF_S)
 
     def _judge(self, case: _Case, now_s: float) -> None:
-        """Report a loss, once, if no satellite is left that may have a chunk."""
         lost = [index for index, places in case.left.items() if not places]
         if lost and case.moves == self._locator.moves and self._state.is_settled(case.packed[:KEY_BYTES], lost, now_s):
             case.left.clear()
             case.on_proof(case.packed, True, now_s)
 
     def _places(self, ref: ChunkRef, server: int, now_s: float) -> set[SatelliteId]:
-        """Return the other satellites on which a server's chunks can have been since their setting, as any copy."""
+        """Return the other satellites that can have had a server's chunks since the SET."""
         tag = ref.tag
         set_moves, placement = (tag.slot_moves, tag.plane_moves), self._sky.placement(tag.strategy, tag.servers)
         replicas = range(min(len(self._replicas), placement.box.width * placement.box.height))

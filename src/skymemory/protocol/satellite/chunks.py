@@ -36,8 +36,8 @@ from skymemory.protocol.wire import (
 OpenedRun = tuple[list[int], list[Chunk], int]
 
 PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
-"""Arguments of ``native.serve``: addresses of plain requests, chunks, placement tags whose chunks may be stored, bytes
-of free memory, terms of answers, and the guard that checks MACs if there are keys.
+"""Arguments of ``native.serve``: addresses, chunks, placement tags whose chunks may be stored, bytes of free memory,
+terms of answers, MAC guard.
 """
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -46,12 +46,11 @@ _DESTINATION = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 8)
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
-"""Length of the SKY header's first fields: version, operation, flags, status, addresses, ground host, request id."""
 
 
 @dataclass(slots=True)
-class _Request:
-    """Chunks of one key and request, acknowledged together when the transport next sends."""
+class _PendingAck:
+    """Chunks of a request, acknowledged together."""
 
     header: SkyHeader
     key: bytes
@@ -60,11 +59,10 @@ class _Request:
 
 
 class ChunkService:
-    """Service that stores chunks in the satellite's memory and answers requests for them.
+    """Service that stores chunks and answers requests for them.
 
-    Nearly all packets are *plain*, with a fast path: a GET by the own beam of chunks that are all here
-    (``answer_get``), or a run of sound SETs or MIGRATEs of one request (``store_runs``). A fast path that does not
-    apply changes nothing; the packet then takes the general path.
+    Fast paths serve *plain* packets: GETs by the own beam of stored chunks (``answer_get``), and a request's runs of
+    SETs or MIGRATEs (``store_runs``). They change nothing if they do not apply.
     """
 
     def __init__(self, state: SatelliteState, migration: Migration, gate: SatelliteGate | None) -> None:
@@ -80,15 +78,15 @@ class ChunkService:
         self._here = state.address.pack().to_bytes(4, "big")
         beam = Address(state.address.plane, state.address.slot, GROUND_SHELL)
         self._by_our_beam = self._here + beam.pack().to_bytes(4, "big")
-        self._unanswered: dict[bytes, _Request] = {}
+        self._unanswered: dict[bytes, _PendingAck] = {}
         self._now_s = -math.inf
         self.waited_s = 0.0
-        """Time that the current packets have waited in ``Postponed``."""
+        """Wait of the current packets in ``Postponed``."""
 
     # --- Fast paths ---
 
     def answer_get(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float, busy: bool) -> bool:
-        """Answer a plain GET. Return False if it is not plain. ``busy``: nothing more may be queued."""
+        """Answer a plain GET; otherwise, or if ``busy``, return False."""
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
@@ -108,7 +106,7 @@ class ChunkService:
         return True
 
     def store_runs(self, runs: list[native.Run], first: int, source: LinkEnd, now_s: float) -> int:
-        """Store plain SETs or MIGRATEs. Return how many runs, from ``first`` on, these were."""
+        """Store plain SETs or MIGRATEs. Return how many runs these were."""
         view = runs[first][0]
         if (
             len(view) < COMMAND_PREFIX_BYTES
@@ -126,7 +124,7 @@ class ChunkService:
         return opened[3]
 
     def plain_requests(self, settled: Set[bytes], now_s: float) -> PlainRequests | None:
-        """Return what a transport needs to serve plain requests until the next call; None if answers need MACs."""
+        """Return what serves plain requests until the next call, unless answers need MACs."""
         guard = None
         if self._gate is not None:
             if self._gate.every_packet:
@@ -137,7 +135,7 @@ class ChunkService:
         return self._by_our_beam, self._store.shares, settled, room_bytes, self._outbox.terms(now_s), guard
 
     def count_served(self, served: Sequence[native.Served]) -> int:
-        """Account for requests served by ``plain_requests``. Return the number of their packets."""
+        """Account for ``plain_requests``. Return their packets."""
         packets = 0
         for op, key, ground, source, _, chunks, replaced, replaced_bytes, added_bytes, _ in served:
             if not isinstance(source, SatelliteId):
@@ -155,7 +153,6 @@ class ChunkService:
         return packets
 
     def _count_read(self, key: bytes, chunks: int, ground: int) -> None:
-        """Account for chunks sent to a ground host, whose lease then ends."""
         if self._store.leases:
             self._store.release(key, ground)
         self._store.touch(key)
@@ -164,7 +161,7 @@ class ChunkService:
     # --- SET and MIGRATE ---
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
-        """Store chunks of one request, as parsed by ``native.open_runs``; the SKY header begins at ``start``."""
+        """Store chunks of a request, from ``native.open_runs``."""
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
@@ -189,7 +186,7 @@ class ChunkService:
         self._migration.stored(request.key, indices, ref, request.header, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """Store chunks of any keys and requests from verified packets."""
+        """Store chunks from verified packets."""
         body_at = start + SKY_BYTES
         payload_at = body_at + CHUNK_REF_BYTES
         self._now_s = now_s
@@ -204,16 +201,16 @@ class ChunkService:
                 continue
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
-    def _request(self, packet: memoryview, start: int, ref: bytes) -> _Request:
+    def _request(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
         request = self._unanswered.get(name)
         if request is None:
-            request = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
+            request = self._unanswered[name] = _PendingAck(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
             if request.header.op is Op.SET:
                 self._outbox.credit.record_sender(request.header.ground, self._now_s)
         return request
 
-    def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
+    def _store_chunk(self, request: _PendingAck, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         migrated = request.header.op is Op.MIGRATE
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return
@@ -233,8 +230,8 @@ class ChunkService:
     def _is_outdated(self, index: int, chunk: Chunk) -> bool:
         """Return True if a handed-over chunk was set before the chunk in its place.
 
-        A later value has more moves. At equal moves, and if the box goes back and forth, the place decides: a writer
-        brings chunks to where they belong at the time, and no older chunk can follow them there.
+        More moves mean later. At equal moves, or if the box goes back and forth, a chunk set here by its writer is
+        later.
         """
         ref = chunk[0]
         stored = self._store.peek((ref[:KEY_BYTES], index))
@@ -265,7 +262,7 @@ class ChunkService:
             self._counters.add("chunks_replaced", outcome.replaced)
 
     def acknowledge(self, now_s: float) -> None:
-        """Send ACKs for what was stored or refused since the last call, usually one per request."""
+        """Send ACKs for what was stored or refused."""
         if not self._unanswered:
             return
         for request in self._unanswered.values():
@@ -277,7 +274,6 @@ class ChunkService:
     # --- All other requests ---
 
     def get(self, packet: Packet, now_s: float) -> None:
-        """Answer with DATA for the requested chunks that are here, and a MISS for the others."""
         selection = Selection.unpack(packet.body)
         indices = selection.indices()
         chunks, missing = self._store.get_run(selection.key, indices)
@@ -294,8 +290,11 @@ class ChunkService:
             self._outbox.reply(packet.header, Op.MISS, body, now_s, flags=flags)
 
     def has(self, packet: Packet, now_s: float) -> None:
-        presences = [self._store.presence(key) for key in messages.unpack_keys(packet.body)]
-        self._outbox.reply(packet.header, Op.PRESENCE, messages.pack_presences(presences), now_s)
+        keys = messages.unpack_keys(packet.body)
+        # Each examines a whole share: a key that is named 180 times is examined once.
+        presences = {key: self._store.presence(key) for key in dict.fromkeys(keys)}
+        answer = messages.pack_presences(map(presences.__getitem__, keys))
+        self._outbox.reply(packet.header, Op.PRESENCE, answer, now_s)
 
     def evict(self, packet: Packet, now_s: float) -> None:
         keys = messages.unpack_keys(packet.body)
@@ -305,7 +304,7 @@ class ChunkService:
         self._outbox.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 
     def forget(self, packet: Packet, now_s: float) -> None:
-        """Delete settings that a client found dead, except keys stored since it looked."""
+        """Delete settings that a client found dead, except keys stored since."""
         dead, since_s = messages.unpack_forget(packet.body)
         dead = [value for value in dead if not self._history.was_written_since(value[0], now_s - since_s)]
         self._history.deleted(dead, now_s)

@@ -1,16 +1,12 @@
 """Handler of NOTICE, eviction gossip: a satellite that evicts part of a block notifies the satellites of its box.
 
-A NOTICE is flooded within a rectangle of satellites, each of which forwards it once; a satellite outside forwards it
-towards the centre. Satellites hold the same blocks in the same order, so several evict a block at the same time:
-notices wait a moment, and a satellite that hears of a key meanwhile does not announce it. The first satellite notifies
-its ground hosts by GONE.
+A NOTICE is flooded within a rectangle of satellites; outside, it is forwarded towards the centre. Several satellites
+evict a block at once, so notices wait a moment, and a heard key is not announced again. Ground hosts get GONE.
 
-1. ``gather`` records that something was evicted; the notice is due ``notice_hold_s`` later.
-2. ``handle_timer`` decides which of the evicted values are dead. A chunk evicted where it belongs is lost. A chunk
-   evicted elsewhere may have been handed over before, and another satellite may have a copy: such a value is dead only
-   if that is proved (``LossProofs``). With copies, one question per satellite comes first: which shares are whole
-   there? The last satellite to evict always finds out.
-3. ``_announce`` drops the remaining chunks of the dead values here and floods the notice.
+1. ``gather`` records evictions; the notice is due ``notice_hold_s`` later.
+2. ``handle_timer`` decides which values are dead. A chunk evicted where it belongs is lost; elsewhere, or with copies,
+   ``LossProofs`` decide.
+3. ``_announce`` drops the remaining chunks here and floods the notice.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from dataclasses import dataclass, replace
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.messages import KEY_BYTES, MAX_DEAD_PER_PACKET, Dead, join_dead, pack_dead, split_dead
-from skymemory.protocol.satellite.checks import Answer, Check, Checks, Found, LossProofs, Replicas
+from skymemory.protocol.satellite.checks import Check, CheckAnswer, CheckResult, Checks, LossProofs, Replicas
 from skymemory.protocol.satellite.memory import setting_of
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, Packet, microseconds
@@ -32,17 +28,15 @@ from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, P
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _GROUND_NOTIFIED = 0x01
 _OLDEST_NOTICE_S = 1.0
-"""Greatest age of a notice: it is held back for 0.05 s and crosses the box. A writer repeats its RETAIN each half
-second, so what it is still writing is younger.
-"""
+"""Greatest age of a notice; what is being written is younger."""
 _REMEMBERED_NOTICES = 4096
 _MOST_GROUND_HOSTS = 8
-"""Ground hosts, those heard last, that get GONE: a packet each per notice."""
+"""Ground hosts, those heard last, that get GONE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rectangle of satellites: rows and columns to each side of ``centre``."""
+    """Rectangle of satellites around ``centre``."""
 
     centre: SatelliteId
     north: int
@@ -58,7 +52,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Body of NOTICE. ``origin`` and ``number`` identify it; it may cross ``hops`` more links."""
+    """Body of NOTICE, which may cross ``hops`` more links."""
 
     origin: Address
     number: int
@@ -86,8 +80,6 @@ class Notice:
 
 
 class Gossip:
-    """Notices of one satellite."""
-
     def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, now_s: float) -> None:
         self._here = state.here
         self._config = config = state.config.eviction
@@ -104,13 +96,13 @@ class Gossip:
         self._evicted: dict[bytes, bytes] = {} if state.store.evicted is None else state.store.evicted
         self._due_s = math.inf
         self._number = microseconds(now_s) // 1000 & 0xFFFFFFFF
-        """Number of the last notice. A restarted satellite must not repeat numbers."""
+        """Number of the last notice, not to be repeated after a restart."""
         self._seen: OrderedDict[tuple[Address, int], None] = OrderedDict()
 
     # --- Evictions of this satellite ---
 
     def gather(self, now_s: float) -> None:
-        """Check for evictions. Call this when chunks may have been evicted."""
+        """Call this when chunks may have been evicted."""
         if self._evicted and self._due_s == math.inf:
             self._due_s = now_s + self._config.notice_hold_s
 
@@ -118,7 +110,7 @@ class Gossip:
         return self._due_s
 
     def handle_timer(self, now_s: float) -> None:
-        """Announce, or request a proof of, the loss of what was evicted and not stored again."""
+        """Announce, or request a proof of, evictions as losses."""
         if now_s < self._due_s:
             return
         self._due_s = math.inf
@@ -137,10 +129,7 @@ class Gossip:
             self._announce([ref], now_s)
 
     def _ask_others(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
-        """Request proofs of loss for values with a share that is whole in no copy.
-
-        A silent satellite counts as having its copy.
-        """
+        """Request proofs for values with a share that is whole in no copy; silent satellites count as having theirs."""
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
         places_left: dict[Check, int] = {}
@@ -151,9 +140,9 @@ class Gossip:
             if missing and (ref := by_key.pop(check.key, None)):
                 doubtful.append((ref, missing))
 
-        def on_answer(answer: Answer, answered_s: float) -> None:
+        def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
-                places_left[check] -= what is not Found.WHOLE and answer.same_moves
+                places_left[check] -= what is not CheckResult.WHOLE and answer.same_moves
                 if places_left[check] == 0:
                     doubt(check)
             self._prove(doubtful, answered_s)
@@ -177,7 +166,6 @@ class Gossip:
             doubtful.clear()
 
     def _announce(self, refs: Sequence[bytes], now_s: float) -> None:
-        """Drop these dead values, and notify the own ground hosts and the satellites of their boxes."""
         by_region: dict[Region, list[Dead]] = {}
         for ref in refs:
             by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
@@ -198,7 +186,6 @@ class Gossip:
         self._forward(notice, None, now_s)
 
     def _region(self, ref: bytes) -> Region:
-        """Return the region of a chunk's value: its box, or one plane of it."""
         tag = ref[TAG_OFFSET:]
         servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
         set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
@@ -212,13 +199,13 @@ class Gossip:
         return Region(centre, north + margin, south + margin, box.west + margin, box.width - 1 - box.west + margin)
 
     def _margin(self) -> int:
-        """Return by how many rows and columns chunks may be off their box: one during a handover."""
+        """Return the tolerated rows and columns off the box: 1 during a handover."""
         return 0 if self._handover.at_rest else 1
 
     # --- Notices of others ---
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Drop what is dead, notify the own ground hosts unless that was done, and forward the notice, once."""
+        """Drop what is dead, notify ground hosts, and forward the notice, once."""
         notice = Notice.unpack(packet.body)
         if packet.header.ground or packet.header.source.shell:
             raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
@@ -258,10 +245,7 @@ class Gossip:
     # --- Dropping dead values: also for ``Sweep`` ---
 
     def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
-        """Drop the chunks of dead values. Return the dropped values.
-
-        Keys are kept if they may have been stored again, at the same moves and with the same bytes, since.
-        """
+        """Drop dead values, except keys that may have been stored again since. Return the dropped values."""
         since_s = now_s - _OLDEST_NOTICE_S
         dead = [value for value in dead if not self._history.was_written_since(value[0], since_s)]
         self._counters.add("chunks_purged", self._store.remove_settings(dead))
@@ -270,7 +254,7 @@ class Gossip:
         return dead
 
     def notify_ground(self, dead: Sequence[Dead], now_s: float) -> bool:
-        """Send GONE to the known ground hosts. Return True if there are any."""
+        """Send GONE to known ground hosts. Return True if there are any."""
         for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
             body = pack_dead(dead[at : at + MAX_DEAD_PER_PACKET])
             if not self._outbox.notify_ground(Op.GONE, body, _MOST_GROUND_HOSTS, now_s):

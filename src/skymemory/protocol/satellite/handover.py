@@ -1,26 +1,18 @@
-"""Plan of a satellite's handover: copy, switch, delete. It decides what leaves, when, and what may be deleted.
+"""Plan of a satellite's handover: copy, switch, delete.
 
-When the box moves, chunks whose server is now on another satellite are sent there, a window at a time, and sent again
-until acknowledged. Only then does the grace period of the local copy begin, after which it is deleted: a reader who
-still looks here finds it. There is no table and no coordinator: each satellite computes everything from the clock.
+After a move of the box, chunks that belong elsewhere are sent there. The local copy stays for a grace period, for
+readers who still look here. There is no coordinator: all follows from the clock. A leaving chunk is
 
-The states of a chunk that leaves:
-
-1. *queued*, in bursts of one key and destination (``plan``, ``enqueue``);
-2. *in flight*, until acknowledged; retransmitted after a timeout (``bursts_to_send``);
+1. *queued*, in bursts of a key and destination (``plan``, ``enqueue``);
+2. *in flight*, retransmitted after a timeout (``bursts_to_send``);
 3. *copied*: acknowledged, to be deleted after the grace period (``acknowledged``, ``to_delete``).
 
-A *stray* is here although it belongs elsewhere, in none of these states: stored by a writer that did not know of the
-last move, handed over by a satellite whose clock is ahead, or refused by its destination (full, dead or unreachable).
-Strays are examined again when due, so that two satellites that disagree about the moves do not send chunks to and fro.
+A *stray* belongs elsewhere in none of these states: its writer missed the last move, its sender's clock is ahead, or
+its destination refused it. It is examined again only when due, so that satellites that disagree about the moves do not
+send it to and fro. A chunk that leaves *as another copy* is only copied.
 
-If values have copies, a chunk may also leave *as another copy* than the copy here. It is then only copied, and nothing
-here is deleted afterwards.
-
-A handover is background traffic and takes the bandwidth that others leave: fewer bursts are in flight the later answers
-are (LEDBAT, RFC 6817), half as many if no answer comes at all. A single lost burst is no sign of congestion. Chunks for
-a satellite that did not answer are retried when the own host is on time again or a link has come up. ``Pacer`` spreads
-bursts over time.
+A handover is background traffic: late answers reduce the bursts in flight (LEDBAT, RFC 6817), and silence halves them;
+a single lost burst is no sign of congestion.
 """
 
 from __future__ import annotations
@@ -37,71 +29,64 @@ from skymemory.protocol.satellite.memory import ChunkName, ChunkStore, names_by_
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
 
 AsCopy = tuple[bytes, int, int]
-"""Key, 0-based index and replica: a chunk that leaves as that copy."""
+"""Key, 0-based index and replica as which a chunk leaves."""
 Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
 """Chunks of a MIGRATE request: as many as a segmentation-offload send carries."""
 SPREAD_S = 0.2
-"""Seconds after a move at which the last burst is sent, if the usual pace allows: it arrives before readers look for it
-in its new place (``clock.HANDED_OVER_S``).
-"""
+"""Seconds after a move by which the last burst should leave, to arrive in time (``clock.HANDED_OVER_S``)."""
 SPREAD_SHARE = 0.8
-"""Share of the time between moves for sending; the rest is for transit."""
+"""Share of the time between moves for sending."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
 _MOST_RETRY_S = 160.0
-"""First and longest back-off from a satellite that was full or silent. It doubles each time: a value that does not fit
-would otherwise cross the links indefinitely.
-"""
+"""First and longest back-off from a full or silent satellite."""
 _DELETED_TOGETHER_S = 0.05
-"""Seconds within which deletions are done together: a timer per burst costs more than its deletion."""
+"""Seconds within which deletions are joined."""
 _SLOW = 2.0
 _MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5
-"""Queueing delay of an answer above which fewer bursts are in flight."""
+"""Queueing delay above which fewer bursts are in flight."""
 _MOST_DECREASE = 16.0
-"""Greatest decrease of the window for a very late answer, relative to its increase for a prompt answer."""
+"""Greatest decrease of the window, relative to its increase."""
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
 _REMEMBERED_RETRIES = 1 << 16
 _MOST_GAP_S = 0.010
-"""Longest gap of the pacer: a few bursts need not take all the available time."""
 _GROUP_S = 0.008
 _MOST_GROUPED = 4
-"""Bursts that leave together instead of more often than every ``_GROUP_S``. Sent singly, they cost every satellite on
-their path nearly twice the processor time; together, they delay a reader by less.
+"""Bursts that leave together at most every ``_GROUP_S``: sent singly, they cost every satellite on their path nearly
+twice the processor time.
 """
 _ROUNDING = 1e-9
 _GOLDEN = 0.6180339887498949
 
 
 @dataclass(slots=True, eq=False)
-class Burst:
-    """MIGRATE request in flight: chunks of one key for one satellite."""
+class MigrateBurst:
+    """MIGRATE request in flight: chunks of a key."""
 
     request_id: int
     destination: SatelliteId
     names: list[Leaving]
     plan: int
-    """Number of the plan (one per move of the box) by which its chunks belong at ``destination``."""
+    """Number of the plan, which each move increments."""
     sent_s: float
     deadline_s: float
     last_sent_s: float
     attempts: int = 1
     answered: bool = False
     spared: bool = False
-    """True if its deadline was extended because the own host was late."""
+    """True if its deadline was extended for the own host's lateness."""
 
 
 MOST_REQUEST_ID = 0x3FFFFFFF
-"""Greatest id of a burst. Other requests have higher ids: an UNREACHABLE for those must end no burst."""
+"""Greatest id of a burst; an UNREACHABLE with a higher id ends none."""
 
 
-class Handover:
-    """Chunks that leave this satellite; ``Migration`` sends them."""
-
+class ChunkHandover:
     def __init__(
         self,
         window_bursts: int,
@@ -111,16 +96,12 @@ class Handover:
         lateness: Lateness | None = None,
         first_request_id: int = 0,
     ) -> None:
-        """Create an empty plan. New bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is
-        the own host's (default: never late).
-        """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
-        """Time before which no new burst is sent, because ``Sweep`` still checks it."""
+        """Time before which ``Sweep`` lets no new burst leave."""
         self.moved = False
         self.retransmitted = 0
         self.chunks_planned = 0
-        """Chunks examined by plans: work that no packet shows."""
         self._lateness = lateness or Lateness()
         self._most_bursts = window_bursts
         self._window = float(window_bursts)
@@ -133,26 +114,22 @@ class Handover:
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
-        """Queued chunks that another copy has replaced, with the copy as which they leave."""
-        self._in_flight: dict[int, Burst] = {}
+        self._in_flight: dict[int, MigrateBurst] = {}
         self._copied: dict[ChunkName, float] = {}
         self._strays: dict[Leaving, float] = {}
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
-        """Back-off by destination and key since the last move: time of the next try, length of the wait."""
+        """Time of the next try and wait, by destination and key."""
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
-        """Strays whose destination did not answer, with their entry of ``_retries``."""
+        """Strays whose destination was silent, with their entry of ``_retries``."""
         self._retry_throttle = Throttle()
         self._retry_waits = False
-        """True if ``retry_unanswered`` was throttled and must be repeated."""
         self._plans = 0
         self._some_leave_as_others = False
-        """True if any chunk may leave as another copy. Most satellites never see one, and skip the search."""
         self._next_request_id = first_request_id % MOST_REQUEST_ID + 1
 
     @property
     def idle(self) -> bool:
-        """Return True if nothing is planned, queued, in flight or astray (copied chunks may await deletion)."""
         return not (self.moved or self._queue or self._in_flight or self._strays)
 
     @property
@@ -161,7 +138,6 @@ class Handover:
         return self.idle and not self._copied
 
     def is_settled(self, key: bytes, indices: Iterable[int]) -> bool:
-        """Return True if none of these stored chunks of a key leaves or awaits deletion."""
         if self.at_rest:
             return True
         if (
@@ -178,7 +154,7 @@ class Handover:
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
         """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
 
-        Return chunks that were to leave as another copy: their new destination is not known here.
+        Return chunks that were to leave as another copy, whose new destination is not known here.
         """
         leaving_as_others = sorted(self._leaving_as_others())
         if leaving_as_others:
@@ -212,11 +188,10 @@ class Handover:
         return leaving_as_others
 
     def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the pace of the queue until the box moves again in ``interval_s``."""
+        """Set the queue's pace until the box moves again."""
         self._pacer.spread(len(self._queue), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
-        """Queue chunks for a satellite, in bursts of one key each."""
         by_key: dict[bytes, list[Leaving]] = {}
         for name in names:
             self._some_leave_as_others |= len(name) == 3
@@ -229,7 +204,7 @@ class Handover:
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, key: bytes, indices: Iterable[int]) -> None:
-        """Record that these were stored again: ACKs of the earlier chunks must not delete them."""
+        """Record chunks as stored again: earlier ACKs must not delete them."""
         if not (self._copied or self._strays or self._in_flight):
             return
         of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
@@ -243,7 +218,7 @@ class Handover:
                     burst.names.remove(name)
 
     def leave_as(self, name: ChunkName, replica: int) -> None:
-        """Let a chunk whose place another copy takes leave as copy ``replica``, unless it has arrived already."""
+        """Let a chunk leave as copy ``replica``, unless it has arrived: another copy takes its place."""
         copy = (*name, replica)
         self._some_leave_as_others = True
         if self._copied.pop(name, None) is not None:
@@ -262,14 +237,12 @@ class Handover:
     # --- Strays ---
 
     def stray(self, name: Leaving, due_s: float) -> None:
-        """Record a chunk that belongs elsewhere, to be examined at ``due_s``."""
         if name not in self._strays and name not in self._queued:
             self._some_leave_as_others |= len(name) == 3
             self._strays[name] = due_s
             heapq.heappush(self._stray_times, (due_s, name))
 
     def strays_due(self, now_s: float) -> list[Leaving]:
-        """Return strays to examine now; each is returned once."""
         if self._retry_waits:
             self.retry_unanswered(now_s)
         due_strays = []
@@ -287,8 +260,8 @@ class Handover:
     def window_bursts(self) -> int:
         return int(self._window)
 
-    def bursts_to_send(self, now_s: float) -> list[Burst]:
-        """Return due bursts: those not acknowledged in time, and new bursts while the window is open."""
+    def bursts_to_send(self, now_s: float) -> list[MigrateBurst]:
+        """Return overdue bursts, and new bursts while the window is open."""
         # 1. Retransmissions.
         to_send = []
         late_s = min(self._lateness.at(now_s), _MOST_TIMEOUT_S)
@@ -324,7 +297,7 @@ class Handover:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
             deadline_s = now_s + self._burst_timeout_s() + 2 * late_s
-            burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
+            burst = MigrateBurst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
             self._next_request_id = self._next_request_id % MOST_REQUEST_ID + 1
             self._in_flight[burst.request_id] = burst
             to_send.append(burst)
@@ -335,16 +308,13 @@ class Handover:
         return to_send
 
     def _burst_timeout_s(self) -> float:
-        """Return the timeout of a burst, longer if answers were late: busy hosts would otherwise retransmit whole
-        handovers, which keeps them busy.
-        """
+        """Return a burst's timeout: longer if answers were late, or retransmissions keep busy hosts busy."""
         return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
 
     def _fresh_from_s(self) -> float:
         return max(self.fresh_from_s, self._pacer.next_s)
 
-    def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
-        """Remove chunks from a burst that have arrived or were removed meanwhile."""
+    def forget(self, burst: MigrateBurst, gone: Iterable[Leaving]) -> None:
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
@@ -355,10 +325,7 @@ class Handover:
         return burst is not None and burst.destination == satellite
 
     def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
-        """Record an ACK of chunks. Return how many of them were awaited.
-
-        ``sent_s`` is the time of the acknowledged transmission, if the ACK says so.
-        """
+        """Record an ACK of a transmission at ``sent_s``. Return how many chunks were awaited."""
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
@@ -378,7 +345,6 @@ class Handover:
         return len(acknowledged)
 
     def _adjust(self, destination: SatelliteId, round_trip_s: float) -> None:
-        """Adapt the window to the queueing delay of an answer."""
         if len(self._shortest_s) > _REMEMBERED_TRIPS:
             self._shortest_s.clear()
         shortest_s = min(self._shortest_s.get(destination, math.inf), round_trip_s)
@@ -388,10 +354,7 @@ class Handover:
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
     def retry_unanswered(self, now_s: float) -> None:
-        """Restart back-offs, because the own host is on time again or a link came up; satellites may answer now.
-
-        What waited leaves as soon as the throttle allows.
-        """
+        """Restart back-offs: the own host is on time again or a link came up."""
         self._retry_waits = bool(self._unanswered) and not self._retry_throttle.is_open(now_s)
         if self._retry_waits or not self._unanswered:
             return
@@ -404,7 +367,7 @@ class Handover:
         self._unanswered.clear()
 
     def refused(self, request_id: int, now_s: float, full: bool = False) -> None:
-        """Retry a burst after a back-off: the destination was ``full``, did not answer, or has no route."""
+        """Retry a burst after a back-off: its destination was ``full``, silent or without a route."""
         burst = self._in_flight.pop(request_id, None)
         if burst is None or not burst.names:
             return
@@ -424,7 +387,7 @@ class Handover:
     # --- Deletions, timers ---
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
-        """Return copied chunks whose grace period is over, except those that have yet to leave as another copy."""
+        """Return copied chunks whose grace period is over, unless they must leave as another copy."""
         expired = []
         for name, deadline_s in self._copied.items():  # in the order of deadlines: the grace period is constant
             if deadline_s > now_s:
@@ -438,7 +401,6 @@ class Handover:
         return expired
 
     def _leaving_as_others(self) -> set[AsCopy]:
-        """Return all chunks that leave as another copy: queued, astray or in flight."""
         if not self._some_leave_as_others:
             return set()
         in_flight = [name for burst in self._in_flight.values() for name in burst.names]
@@ -466,23 +428,16 @@ class Handover:
 
 
 def phase_of(here: SatelliteId) -> float:
-    """Return a satellite's position in its gap, 0 … 1.
-
-    Multiples of the golden ratio keep the satellites of a row or column apart, whatever their number.
-    """
+    """Return a satellite's position in its gap, 0 … 1: multiples of the golden ratio keep a row or column apart."""
     return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
 class Pacer:
-    """Departure times of bursts: evenly spread, instead of all at once.
+    """Departure times of bursts, evenly spread.
 
-    All satellites see the box move at the same instant. If each sent everything as fast as it could, a reader at that
-    instant would wait for all of it, on the links and in the host processes on the path. So bursts are spread over the
-    available time: until readers look in the new place, and until the box moves on.
-
-    A token bucket of two groups of bursts: at most ``t / step_s + 2`` groups in any ``t`` seconds. ``usual_gap_s`` is
-    what links and cores can bear, exceeded only if the box would otherwise move on before everything is sent; 0: no
-    pacing.
+    All satellites see the box move at once; if they sent at once, a reader would wait for everything. So bursts are
+    spread until readers look in the new place, and until the box moves on: at most ``t / step_s + 2`` groups in any
+    ``t`` seconds. ``usual_gap_s``, which links and cores can bear, shrinks only if time is short; 0: no pacing.
     """
 
     def __init__(self, usual_gap_s: float = 0.0, phase: float = 0.0) -> None:
@@ -497,9 +452,9 @@ class Pacer:
         self._phase = phase
 
     def spread(self, bursts: int, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the pace for ``bursts`` after a move; the box moves again in ``interval_s``.
+        """Set the pace for ``bursts`` until the box moves again.
 
-        ``urgent``: an operator moved it, and readers, whose clocks did not predict that, look in the new place at once.
+        ``urgent``: an operator moved it, and readers look in the new place at once.
         """
         if not self._usual_gap_s:
             return
@@ -520,7 +475,6 @@ class Pacer:
             self.next_s = max(self.next_s, now_s - self.step_s) + self.step_s
 
     def relax(self) -> None:
-        """Return to the usual pace: later bursts (strays) leave singly."""
         if self.gap_s != self._usual_gap_s:
             self.gap_s = self.step_s = self._usual_gap_s
             self._left = self.group = 1

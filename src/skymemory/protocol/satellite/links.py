@@ -1,13 +1,11 @@
-"""Handler of LINKS: which links to neighbours are alive; declared to all satellites, and learned from them.
+"""Handler of LINKS: which links are alive; declared to all satellites, and learned from them.
 
-An idle link costs nothing: a neighbour is probed only when a packet is sent to it after a silence. A neighbour that
-does not answer ``_TRIES`` probes is declared down, the declaration is flooded, and probes continue at intervals until
-it answers. A satellite that has just started greets its neighbours, which answer with all they know: the links that are
-down, and how far operators have moved the box.
+A neighbour is probed only when a packet is sent to it after a silence. After ``_TRIES`` unanswered probes, the link is
+declared down, and probed at intervals. A starting satellite greets its neighbours, which answer with all they know:
+dead links, and operators' moves.
 
-An overloaded host reads signs of life late. So a silence counts only while the own host was on time (``Lateness``), and
-a neighbour that reports its host's lateness gets that much longer to answer. A new declaration is flooded at once; if
-more keep coming, they are held for up to a second and leave together.
+A silence counts only while the own host is on time, and longer for a neighbour that reports lateness. A new declaration
+is flooded at once; further declarations leave together.
 """
 
 from __future__ import annotations
@@ -26,18 +24,14 @@ from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import Address, Packet, microseconds
 
 _FRESH_S = 0.2
-"""Seconds for which a neighbour is not probed after it was heard."""
 _TRIES = 4
-"""Unanswered probes after which the link counts as down."""
 _MOST_AHEAD_S = 60.0
-"""Pushes and declarations from further in the future are not believed."""
+"""Limit for times ahead."""
 _REPORTED_LATE_S = 2.0
-"""Seconds for which a neighbour's report of lateness counts; each of its LINKS repeats it."""
 _MOST_LATE_S = 1.0
-"""Greatest prolongation of a timeout by lateness; beyond it, a silence does not count."""
+"""Greatest prolongation of a timeout by lateness."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
-"""A link that is down is probed after 1, 2, 4, 8, 8 … s."""
 
 
 class _Neighbour:
@@ -48,25 +42,22 @@ class _Neighbour:
     def __init__(self) -> None:
         self.late_s = 0.0
         self.late_until_s = -math.inf
-        """Reported lateness of its host, and until when it counts."""
+        """Reported lateness of its host, and its end."""
         self.our_late_s = 0.0
-        """Lateness of the own host at the last probe."""
         self.bits = 0
         self.heard_s = -math.inf
         self.deadline_s = math.inf
-        """Time at which the answer is overdue; if it is down, time of the next probe."""
+        """Time at which the answer is overdue, or the next probe due."""
         self.tries = 0
         self.down = False
         self.retry_s = _FIRST_RETRY_S
 
 
 class Neighbours:
-    """Links of one satellite. ``links`` has the state of all others."""
-
     def __init__(self, state: SatelliteState) -> None:
         self.links = state.links
         self.pushed_at_ms = 0
-        """Unix time of the operators' last known move of the box."""
+        """Unix time of the operators' last known move."""
         self._here = state.here
         self._torus = state.sky.torus
         self._timeout_s = state.config.neighbour_timeout_s
@@ -75,7 +66,7 @@ class Neighbours:
         self._lateness = state.lateness
         self._flooding = Throttle()
         self._news: dict[SatelliteId, SatelliteId | None] = {}
-        """Satellites whose declarations are to be flooded, with the neighbour that has them already."""
+        """Origins to flood, with the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
         for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
             if neighbour != self._here:
@@ -89,7 +80,6 @@ class Neighbours:
     # --- Traffic on the links ---
 
     def on_packet_received(self, neighbour: SatelliteId, now_s: float) -> None:
-        """Record a packet from a satellite, perhaps a neighbour: its link is up."""
         peer = self._neighbours.get(neighbour)
         if peer is None:
             return
@@ -101,21 +91,20 @@ class Neighbours:
             self._send_all_known(neighbour, now_s)
 
     def on_packet_sent(self, link: object, now_s: float) -> None:
-        """Probe the neighbour, if any, by whose link a packet leaves, unless it was heard recently."""
+        """Probe the neighbour on this link, unless recently heard."""
         neighbour = self._neighbours.get(link)  # type: ignore[call-overload]
         if neighbour is not None and neighbour.deadline_s == math.inf and neighbour.heard_s + _FRESH_S <= now_s:
             neighbour.tries = 0
             self._probe(link, neighbour, now_s)  # type: ignore[arg-type]
 
     def greet(self, now_s: float) -> None:
-        """Ask all neighbours for what they know, after a start. Silence has no consequence."""
+        """Ask all neighbours for what they know. Silence has no consequence."""
         for neighbour in self._neighbours:
             self._outbox.send_links(neighbour, self._body(now_s, answer_me=True), now_s)
 
     def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
-        """Process LINKS. Return the number of invalid packets, and True if an operator has pushed the box.
-
-        Only the neighbour at the other end of the link is believed.
+        """Process LINKS of the link's neighbour. Return the number of invalid packets, and True if an operator has
+        pushed the box.
         """
         bad, before = 0, self._locator.pushed
         for packet in packets:
@@ -156,16 +145,13 @@ class Neighbours:
             self._send_all_known(source, now_s)
 
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
-        """Replace a circulating declaration in this satellite's name, from before a restart or forged.
-
-        A declaration too far ahead to be believed is ignored.
-        """
+        """Replace an outdated or forged declaration in this satellite's name."""
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
         if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(now_s, outdo_ms=declaration.made_ms)
 
     def _probe_around(self, declaration: Declaration, now_s: float) -> None:
-        """Probe the neighbours near silent satellites: a dead satellite is rarely dead alone."""
+        """Probe around silent satellites: a satellite rarely dies alone."""
         for bit, silent in enumerate(self._torus.neighbours(declaration.origin)):
             if declaration.down >> bit & 1:
                 for near in (silent, *self._torus.neighbours(silent)):
@@ -209,7 +195,6 @@ class Neighbours:
         self._send_news(now_s)
 
     def probe_down(self, now_s: float) -> None:
-        """Probe the neighbours that are down, because the own host is on time again."""
         for neighbour in self._neighbours.values():
             if neighbour.down:
                 neighbour.retry_s = _FIRST_RETRY_S / 2
@@ -232,7 +217,7 @@ class Neighbours:
         return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
 
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
-        """Flood the own links that are down, with a time later than ``outdo_ms``."""
+        """Flood the own dead links, with a time later than ``outdo_ms``."""
         # Later than all its earlier declarations, even if the clock was set back.
         made_ms = max(microseconds(now_s) // 1000, self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
@@ -241,7 +226,6 @@ class Neighbours:
             self._flood([self._here], now_s)
 
     def _flood(self, origins: Sequence[SatelliteId], now_s: float, source: SatelliteId | None = None) -> None:
-        """Send the declarations of these satellites to the neighbours, except ``source``."""
         for origin in origins:
             self._news[origin] = source
         self._send_news(now_s)
@@ -258,7 +242,6 @@ class Neighbours:
                     self._outbox.send_links(name, self._body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
 
     def _send_all(self, now_s: float, source: SatelliteId) -> None:
-        """Send the operators' moves to the neighbours, except ``source``."""
         for name, neighbour in self._neighbours.items():
             if name != source and not neighbour.down:
                 self._outbox.send_links(name, self._body(now_s), now_s)

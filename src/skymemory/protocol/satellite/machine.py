@@ -1,18 +1,12 @@
-"""State machine of one satellite: packets and timers in, datagrams out; no I/O.
+"""State machine of a satellite: packets and timers in, datagrams out; no I/O.
 
-The transport delivers three kinds of events:
-
-- *packets*: ``receive_runs`` and ``receive_batch`` take what arrived on one link. Packets for other satellites are
-  forwarded; those for this satellite go to the handler of their operation (``_handlers``), chunks (SET, MIGRATE) to
-  ``ChunkService`` and LINKS to ``Neighbours``;
-- *timers*: ``handle_timer`` is called when ``next_timer_s`` has passed and runs ``_timers`` and ``_background_timers``;
+- *packets*: ``receive_runs`` takes what arrived on a link. Packets in transit are forwarded; others go to their handler
+  (``_handlers``), SET and MIGRATE to ``ChunkService``, LINKS to ``Neighbours``;
+- *timers*: ``handle_timer`` runs ``_timers`` and ``_background_timers``;
 - *operators*: ADVANCE, a packet too, moves the box.
 
-After each event, the transport sends what ``datagrams_to_send`` returns. A link end is the ``SatelliteId`` of a
-neighbour, or the transport's own token for a ground host.
-
-While its host is overloaded (``Lateness``, measured by the transport), a satellite only answers, forwards and maintains
-its links. Background packets and timers then wait until the transport has time to call ``work``.
+After each event, the transport sends what ``datagrams_to_send`` returns. While its host is overloaded, a satellite only
+answers, forwards and maintains its links; background work waits for ``work``.
 """
 
 from __future__ import annotations
@@ -59,14 +53,13 @@ __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
 _OVERLOAD_CHECK_S = 0.25
-"""Seconds between an overloaded satellite's checks if its host is on time again."""
 
 Timer = tuple[Callable[[], float], Callable[[float], None]]
-"""Time at which it is next due (infinity: never), and its action. An action checks by itself what is due."""
+"""Time at which it is next due (infinity: never), and its action."""
 
 
 class SatelliteMachine:
-    """Satellite: chunk memory, forwarding, answers, and the handover of its chunks when the box moves."""
+    """Satellite: chunk memory, forwarding, answers, handover."""
 
     def __init__(
         self,
@@ -77,9 +70,7 @@ class SatelliteMachine:
         lateness: Lateness | None = None,
         transport_figures: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """Create the machine. The transport updates the host's ``lateness`` (default: never late);
-        ``transport_figures`` returns its part of the housekeeping.
-        """
+        """Create the machine. The transport updates ``lateness``; ``transport_figures`` are its housekeeping."""
         # State that all handlers share.
         self._state = state = SatelliteState(config, sky, clock, now_s, lateness)
         self.config = config
@@ -88,17 +79,14 @@ class SatelliteMachine:
         self.store = state.store
         self.handover = state.handover
         self.backlog_bytes = 0
-        """Unsent bytes of the transport, which sets this."""
+        """Unsent bytes, set by the transport."""
         self._address, self._locator, self._router = state.address, state.locator, state.router
         self._outbox, self._postponed = state.outbox, state.postponed
         self._transport_figures = transport_figures
         self._packets_next = False
-        """True if ``work`` processes packets next: they alternate with timers, which a handover always has due."""
         self._was_late = False
-        """True if the host was overloaded at the last check; the next check is at ``_check_s``."""
         self._check_s = now_s
         self._healed = 0
-        """``LinkState.healed`` when datagrams were last taken: a change means that a link came up."""
 
         # Handlers, each constructed with the handlers that it calls.
         self._gate: SatelliteGate | None = None
@@ -167,23 +155,18 @@ class SatelliteMachine:
 
     @property
     def hidden_work(self) -> tuple[int, int, int]:
-        """Return totals of work that no packet shows: satellites searched for routes, chunks examined by plans, packets
-        postponed.
-
-        A transport that models costs charges it.
-        """
+        """Return work that no packet shows: satellites searched, chunks planned, packets postponed."""
         return self._state.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
     # --- Packets ---
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Receive packets of ``segment_bytes`` each (the last may be shorter) from one link."""
+        """Receive packets of ``segment_bytes`` each (the last may be shorter) from a link."""
         self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
 
     def receive_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
-        """Receive several runs from one link, each as ``receive_batch``.
-
-        The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
+        """Receive runs from a link. Data are only read during the call; malformed packets are counted, nothing
+        raises.
         """
         # 1. Authentication. An address can be forged: with keys, only an authentic packet is a sign of life.
         is_authentic = True
@@ -229,7 +212,6 @@ class SatelliteMachine:
                 self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Forward or deliver packets with the same destination and operation."""
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -310,11 +292,8 @@ class SatelliteMachine:
     # --- Plain requests that the transport serves by itself, without a call per packet ---
 
     def plain_requests(self, now_s: float) -> PlainRequests | None:
-        """Return what ``native.serve`` needs to serve plain GETs and SETs until this machine's next call; None: not
-        now.
-
-        Requests so served must be reported with ``record_served``, and packets passed by ``routes`` with
-        ``record_passed``.
+        """Return what serves plain GETs and SETs until the next call, if possible. Report its work with
+        ``record_served`` and, for ``routes``, ``record_passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
@@ -327,9 +306,7 @@ class SatelliteMachine:
             self.neighbours.on_packet_sent(link, now_s)
 
     def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
-        """Return next hops and beams for packets in transit until this machine's next call; None while some are
-        postponed.
-        """
+        """Return next hops and beams until the next call, if nothing is postponed."""
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
     def record_passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
@@ -345,9 +322,8 @@ class SatelliteMachine:
         self.counters.add("packets_forwarded", packets)
 
     def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
-        """Forward answers from a satellite of the same host. Return them with hops counted, and their next link.
-
-        Return None, without effect, if they must come as packets.
+        """Return a local satellite's answers with hops counted, and their next link. None: they must come as
+        packets.
         """
         destination = destination_of(batch.headers)
         if destination == self._address or self.routes(now_s) is None:
@@ -362,13 +338,12 @@ class SatelliteMachine:
 
     @property
     def wants_to_send(self) -> bool:
-        """Return True if ``record_served`` or ``record_passed`` has queued something."""
         return bool(self._outbox)
 
     # --- Datagrams to send ---
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return batches with the link each leaves by; each batch is returned once."""
+        """Return batches with the link each leaves by, once."""
         if self._healed != self._state.links.healed:  # a destination may be reachable again
             self._healed = self._state.links.healed
             self.handover.retry_unanswered(now_s)
@@ -398,7 +373,6 @@ class SatelliteMachine:
         return self._check_s if self._was_late else math.inf
 
     def _check_overload(self, now_s: float) -> None:
-        """Check for overload; once it ends, retry what did not answer meanwhile."""
         late, was_late = self.lateness.is_late(now_s), self._was_late
         self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
         if was_late and not late:
@@ -415,7 +389,7 @@ class SatelliteMachine:
         return self._state.timers_wait or bool(self._postponed)
 
     def work(self, now_s: float) -> native.Run | None:
-        """Do one piece of background work. Return the packets processed, if any."""
+        """Do a piece of background work. Return processed packets."""
         packets_next, self._packets_next = self._packets_next, not self._packets_next
         if self._state.timers_wait and not (packets_next and self._postponed):
             self._run_background(now_s)
@@ -428,7 +402,6 @@ class SatelliteMachine:
         return None
 
     def _hand_over(self, now_s: float) -> None:
-        """Send chunks that may now leave: at once, or later if the host is late."""
         if self.lateness.is_late(now_s):
             self._state.timers_wait = True
         else:
@@ -439,7 +412,6 @@ class SatelliteMachine:
             self._follow_moves(now_s)
 
     def _follow_moves(self, now_s: float, pushed: bool = False) -> None:
-        """Plan a handover if the clock or an operator (``pushed``) has moved the box."""
         if self._locator.follow(now_s):
             if not self.lateness.is_late(now_s):
                 self._sweep.before_handover(now_s)
@@ -466,7 +438,6 @@ class SatelliteMachine:
         self._sweep.release_handover()
 
     def _links(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
-        """Handle LINKS: a neighbour's report of dead links and of operators' moves of the box."""
         packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
         bad, pushed = self.neighbours.receive(packets, source, now_s)
         if bad:
@@ -476,7 +447,6 @@ class SatelliteMachine:
             self._hand_over(now_s)
 
     def _advance(self, packet: Packet, now_s: float) -> None:
-        """Handle ADVANCE: an operator sets the moves that are added to the clock."""
         pushed = messages.unpack_moves(packet.body)
         if not self._locator.may_push_to(pushed, now_s):
             self.counters.add("pushes_refused")

@@ -1,11 +1,7 @@
 """Chunk memory of a satellite: chunks by key under a byte budget, with pins, leases and expiries.
 
-The chunks of one key on this satellite are its *share*. They are requested together and worth nothing alone, so they
-age together: if room is needed, the share that the replacement policy names is evicted chunk by chunk, from its end. A
-*pinned* or *leased* key is not evicted. Pins, leases and expiries end with the last chunk of their key.
-
-The module also holds ``KeyHistory``, recent writes and deletions; ``OrderedKeys``, for listings; and ``Ledger``, the
-account of all bytes stored and removed.
+A *share* is a key's chunks here. They are worth nothing alone, so they age together and are evicted from the end. A
+*pinned* or *leased* key is not evicted. Pins, leases and expiries end with the last chunk.
 """
 
 from __future__ import annotations
@@ -23,32 +19,28 @@ from typing import Literal, NamedTuple
 from skymemory.eviction import LeastRecentlyUsed, Replacement
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.messages import KEY_BYTES, MOST_SINCE_S, WRITING_S, Dead, Presence
+from skymemory.protocol.messages import KEY_BYTES, MOST_SINCE_S, WRITING_S, ChunkPresence, Dead
 from skymemory.protocol.satellite.overload import MOST_AGE_S
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET, ChunkRef
 
 ChunkName = tuple[bytes, int]
 """Key and 0-based index."""
 Chunk = tuple[bytes, bytes]
-"""Packed reference and payload: ``StoredChunk`` as a plain tuple, since whole runs of them are stored."""
 Share = dict[int, Chunk]
-"""Chunks of one key on this satellite, by index."""
 Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
-"""Reason of a removal: ``replaced`` by a chunk of the same name, ``evicted`` for room, by age or by a policy,
-``deleted`` by command.
+"""Reason of a removal: ``replaced`` by a chunk of the same name, ``evicted`` for room, age or policy, ``deleted`` by
+command.
 """
 CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
 
 _VERSION = slice(48, 56)
-"""Length and CRC of the whole value in a packed reference: they distinguish two values of one key."""
+"""Length and CRC of the whole value, which distinguish a key's values."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
 _MOVES = struct.Struct(">ii")
 
 
 class StoredChunk(NamedTuple):
-    """Stored chunk. ``ref`` is the packed ``ChunkRef``, which is sent unchanged."""
-
     ref: bytes
     payload: bytes
 
@@ -61,7 +53,7 @@ class PutOutcome:
 
 
 class ChunkStore:
-    """Chunks of one satellite. ``used_bytes`` counts payloads and references and never exceeds ``limit_bytes``."""
+    """Chunks of a satellite. ``used_bytes`` counts payloads and references, at most ``limit_bytes``."""
 
     def __init__(
         self,
@@ -71,29 +63,22 @@ class ChunkStore:
         record_evicted: bool = False,
         counters: Counters | None = None,
     ) -> None:
-        """Create an empty store. At most ``pin_share`` of the memory may be pinned. ``record_evicted`` fills
-        ``evicted``.
-        """
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.shares: dict[bytes, Share] = {}
-        """All chunks, by key. ``native`` may add chunks; ``added`` must then be called."""
+        """All chunks, by key. Call ``added`` if ``native`` added some."""
         self.pins: dict[bytes, float] = {}
-        """Pinned keys, with each pin's end."""
         self.pinned_bytes = 0
         self.pin_limit_bytes = int(limit_bytes * pin_share)
-        """Limit of all pinned keys together. A pinned key that grows beyond it loses its pin."""
+        """Limit of all pins: a key that grows beyond it loses its pin."""
         self.leases: dict[bytes, dict[int, float]] = {}
-        """Leased, unpinned keys: the ground hosts about to read each, with each lease's end."""
+        """Ends of the leases, by ground host."""
         self.leased_bytes = 0
         self.expiries: dict[bytes, float] = {}
-        """Keys to be deleted, and when."""
         self.evicted: dict[bytes, bytes] | None = {} if record_evicted else None
-        """Keys that lost chunks to eviction and were not stored since, with one packed reference."""
+        """Keys evicted in part and not stored since, with a packed reference; None: not recorded."""
         self.conflicts: list[tuple[ChunkName, bytes]] = []
-        """Chunks replaced by another copy of the same chunk, with the replaced packed references; until ``Migration``
-        resolves them.
-        """
+        """Chunks replaced by another copy of themselves, with the replaced references."""
         self.ledger = Ledger()
         self._counters = counters if counters is not None else Counters()
         self._replacement: Replacement = replacement if replacement is not None else LeastRecentlyUsed()
@@ -103,11 +88,10 @@ class ChunkStore:
     # --- Store ---
 
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
-        """Store a chunk. Its key becomes the most recently used; others are evicted as needed.
+        """Store a chunk; evict others as needed.
 
-        A chunk is refused, and nothing changes, if it and its value's other chunks that belong here do not fit in
-        addition to what is pinned and leased: half a value is worth nothing. A chunk already here is replaced, so every
-        operation is idempotent. ``migrated`` means that it was handed over.
+        It is refused, and nothing changes, if it and its value's other chunks for here do not fit beside what is pinned
+        and leased: half a value is worth nothing. A stored chunk is replaced, so every operation is idempotent.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
@@ -129,9 +113,9 @@ class ChunkStore:
     def put_run(
         self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
     ) -> PutOutcome | None:
-        """Store chunks of one value with ascending ``indices``, of ``size_bytes`` in memory, at once.
+        """Store chunks of a value with ascending ``indices``, of ``size_bytes`` in memory.
 
-        Return None, and change nothing, if each chunk must be put individually.
+        Return None, and change nothing, if each must be put individually.
         """
         # Everything fits, or other keys can be evicted for all of it: the common cases. Otherwise: chunk by chunk.
         share = self.shares.get(key, {})
@@ -158,7 +142,7 @@ class ChunkStore:
         return outcome
 
     def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
-        """Account for SETs that ``native`` stored: added chunks and bytes, and replaced bytes."""
+        """Account for SETs that ``native`` stored."""
         self._update_rank(key)
         self._count += chunks
         self._record_stored(key, size_bytes)
@@ -166,7 +150,6 @@ class ChunkStore:
         self.ledger.record_removed(replaced_bytes, "replaced")
 
     def count_outdated(self, payload_bytes: int) -> None:
-        """Account for a dropped outdated handover: as stored and replaced."""
         self.ledger.record_added(payload_bytes + CHUNK_REF_BYTES, migrated=True)
         self.ledger.record_removed(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
@@ -174,10 +157,8 @@ class ChunkStore:
         self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
 
     def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
-        """Return True if a chunk fits once everything that may be evicted for it is evicted.
-
-        If that evicts anything, the server's whole part of the value must fit: its stored chunks and those still to
-        come.
+        """Return True if a chunk fits after all permitted evictions; if any is needed, with its value's other
+        chunks.
         """
         key, index = name
         share = self.shares.get(key, {})
@@ -196,7 +177,7 @@ class ChunkStore:
         )
 
     def _victim(self, key: bytes, ref: bytes) -> ChunkName:
-        """Return the next chunk to evict for ``key``, never of the same value. ``_has_room`` ensures that it exists."""
+        """Return the next chunk to evict, never of the same value. ``_has_room`` ensures that it exists."""
         victim = self._replacement.victim(key)
         if victim is not None:
             return victim, max(self.shares[victim])
@@ -213,10 +194,7 @@ class ChunkStore:
     # --- Read ---
 
     def get_run(self, key: bytes, indices: Sequence[int]) -> tuple[Sequence[Chunk], list[int]]:
-        """Return the stored chunks, in the order of ``indices``, and the missing indices.
-
-        The key becomes the most recently used.
-        """
+        """Return stored chunks, in the order of ``indices``, and missing indices."""
         share = self.shares.get(key)
         if share is None:
             return [], list(indices)
@@ -234,37 +212,34 @@ class ChunkStore:
             self._replacement.on_use(key)
 
     def refresh(self, key: bytes) -> bool:
-        """Make the key the most recent without a request. Return True if it is here."""
+        """Make a key, if here, the most recent without a request."""
         if key in self.shares:
             self._update_rank(key)
         return key in self.shares
 
     def peek(self, name: ChunkName) -> StoredChunk | None:
-        """Return the chunk or None, without effect on the order of eviction."""
+        """Return the chunk without effect on the order of eviction."""
         share = self.shares.get(name[0])
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
-    def presence(self, key: bytes) -> Presence | None:
-        """Describe a key's share by the lowest chunk of its latest placement."""
+    def presence(self, key: bytes) -> ChunkPresence | None:
         share = self.shares.get(key)
         if share is None:
             return None
         index = latest_index(share)
         ref = ChunkRef.unpack(share[index][0])
-        return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
+        return ChunkPresence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
 
     # --- Remove ---
 
     def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
-        """Remove a chunk. Return True if it was here."""
         removed = self._take(name, cause)
         if removed:
             self._tidy(name[0], cause == "evicted")
         return removed
 
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
-        """Remove a key. Return the number of its chunks."""
         share = self.shares.get(key, {})
         size, chunks = size_bytes_of(share), len(share)
         self._grow(key, -size)
@@ -275,7 +250,6 @@ class ChunkStore:
         return chunks
 
     def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
-        """Remove settings of keys. Return the number of their chunks."""
         dropped = 0
         for key, setting in dead:
             indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]
@@ -296,7 +270,6 @@ class ChunkStore:
         return True
 
     def _tidy(self, key: bytes, evicted: bool = False) -> None:
-        """Remove an empty share with its pin, leases and expiry: later chunks bring their own."""
         if key in self.shares and not self.shares[key]:
             del self.shares[key]
             self._ordered.remove(key)
@@ -311,7 +284,6 @@ class ChunkStore:
         return self._count
 
     def order(self) -> list[bytes]:
-        """Return all keys, the next to be evicted first."""
         return [*self._replacement.order(), *sorted(self.pins)]
 
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
@@ -322,27 +294,26 @@ class ChunkStore:
                 yield (key, index), StoredChunk._make(share[index])
 
     def keys_after(self, after: bytes, limit: int) -> list[bytes]:
-        """Return up to ``limit`` keys greater than ``after``: a page of a listing that tolerates changes."""
         return self._ordered.after(after, limit)
 
     # --- Pins and leases ---
 
     def pin(self, key: bytes, until_s: float = math.inf) -> None:
-        """Protect a stored key from eviction. ``until_s`` is a record for ``Retention``."""
+        """Protect a stored key from eviction; ``Retention`` ends that at ``until_s``."""
         if key not in self.pins:
             self.pinned_bytes += self.share_bytes(key)
             self._replacement.on_removal(key)
         self.pins[key] = until_s
 
     def unpin(self, key: bytes) -> None:
-        """Allow eviction again, with the rank of a key that has just arrived."""
+        """Allow eviction again, with a new key's rank."""
         if key in self.pins:
             del self.pins[key]
             self.pinned_bytes -= self.share_bytes(key)
             self._replacement.on_store_or_touch(key)
 
     def lease(self, key: bytes, ground: int, until_s: float) -> None:
-        """Protect a stored, unpinned key from eviction until all its leases end; reads still count for its rank."""
+        """Protect a stored, unpinned key until all its leases end; reads still change its rank."""
         if key not in self.leases:
             self.leases[key] = {}
             self.leased_bytes += self.share_bytes(key)
@@ -361,7 +332,6 @@ class ChunkStore:
             self._replacement.free(key)
 
     def _kept_beside(self, key: bytes) -> int:
-        """Return the bytes of other keys that may not be evicted."""
         own_bytes = self.share_bytes(key) if key in self.pins or key in self.leases else 0
         return self.pinned_bytes + self.leased_bytes - own_bytes
 
@@ -393,7 +363,6 @@ class ChunkStore:
 
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
-    """Return the size in memory of a server's chunks other than ``ref``'s own and ``here``."""
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
     missing = len(part) - sum(at in part for at in here) - 1
@@ -410,10 +379,7 @@ def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
 
 
 def setting_of(ref: bytes) -> bytes:
-    """Return the setting of a packed reference: CRC of the value, slot moves and plane moves when it was SET.
-
-    With the key, it identifies one write of a value: a key that is set again has another setting.
-    """
+    """Return the CRC of the value and its moves when it was SET, which identify a write of the key."""
     return ref[52:56] + ref[64:72]
 
 
@@ -423,11 +389,7 @@ def set_moves_of(ref: bytes) -> Moves:
 
 
 def latest_index(share: Share) -> int:
-    """Return the lowest index of the latest placement.
-
-    A value that was set again after moves of the box, or prefetched, leaves chunks of the earlier placement on
-    satellites that both placements use.
-    """
+    """Return the lowest index of the latest placement; earlier placements leave chunks behind."""
     settings = {ref[_SET_MOVES] for ref, _ in share.values()}
     if len(settings) == 1:
         return min(share)
@@ -440,19 +402,15 @@ def latest_ref(share: Share) -> bytes:
 
 
 def size_bytes_of(share: Share) -> int:
-    """Return a share's size in memory: payloads and references."""
     return sum(len(payload) for _, payload in share.values()) + CHUNK_REF_BYTES * len(share)
 
 
 def as_copy(ref: bytes, replica: int) -> bytes:
-    """Return the packed reference of another copy of the same chunk."""
     return ref[:REPLICA_OFFSET] + bytes([replica]) + ref[REPLICA_OFFSET + 1 :]
 
 
 def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
-    """Return the stored chunks of which ``coming`` (index and packed reference) are other copies, with their
-    references.
-    """
+    """Return stored chunks of which ``coming`` are other copies, with their references."""
     conflicts = []
     for index, ref in coming:
         stored = share.get(index)
@@ -462,7 +420,7 @@ def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) 
 
 
 def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
-    """Group all chunks by packed placement tag, whose chunks always move together. Examines every chunk."""
+    """Group all chunks by packed placement tag."""
     groups: dict[bytes, list[ChunkName]] = {}
     for key, share in shares.items():
         tags = {ref[_TAG] for ref, _ in share.values()}
@@ -475,27 +433,25 @@ def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
 
 
 _DELETED_S = 1.0
-"""Seconds for which a deleted key is not taken over: a client's time to delete it on every satellite."""
+"""Seconds for which a deleted key is not taken over: a client's time to delete it everywhere."""
 _REMEMBERED_DELETIONS = 1 << 14
 _REMEMBERED_SETS = 1 << 16
 _REMEMBERED_DEAD = 4096
 
 
 class KeyHistory:
-    """Recent writes and deletions of keys, which reveal late handovers and notices."""
+    """Recent writes and deletions, which reveal late handovers and notices."""
 
     def __init__(self) -> None:
         self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        """Until when each key is not taken over, earliest first, and its setting (empty: all)."""
+        """End of each key's ban from takeover, and its setting (empty: all)."""
         self._written: OrderedDict[bytes, float] = OrderedDict()
-        """Last time that each key was stored by a writer, earliest first."""
         self._complete_since_s = -math.inf
-        """Time since which ``_written`` has every key."""
+        """Time since which ``_written`` is complete."""
         self.dead: OrderedDict[bytes, bytes] = OrderedDict()
-        """Settings last dropped as dead. Copies are refused: a satellite that has not heard of it may offer some."""
+        """Settings last dropped as dead, of which copies are refused."""
 
     def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
-        """Record deletions by command: keys and settings (empty: all)."""
         while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
             self._deleted.popitem(last=False)
         for key, setting in deleted:
@@ -519,38 +475,31 @@ class KeyHistory:
         self.still_written(key, now_s)
 
     def still_written(self, key: bytes, now_s: float) -> None:
-        """Record that a writer still stores chunks of the key, on any satellite."""
+        """Record that a writer still stores the key, on any satellite."""
         self._written[key] = now_s
         self._written.move_to_end(key)
         while len(self._written) > _REMEMBERED_SETS or next(iter(self._written.values())) < now_s - MOST_SINCE_S:
             self._complete_since_s = self._written.popitem(last=False)[1]
 
     def was_written_since(self, key: bytes, since_s: float) -> bool:
-        """Return True if a writer may have stored chunks of the key since then."""
+        """Return True if the key may have been written since then."""
         return since_s <= self._complete_since_s or self._written.get(key, -math.inf) >= since_s
 
     def is_being_written(self, key: bytes, now_s: float) -> bool:
-        """Return True if a writer may still be storing the key: a missing chunk may still arrive."""
+        """Return True if a missing chunk may still arrive."""
         return self.was_written_since(key, now_s - WRITING_S)
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
-        """Return True if a handed-over chunk must be dropped, because its key or setting was just deleted.
-
-        A sender that still has it repeats it, and it is then accepted.
-        """
+        """Return True if a handed-over chunk's key or setting was just deleted. Drop it: a late sender repeats it."""
         until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
         return until_s > came_s and setting in (b"", setting_of(ref))
 
 
 _MOST = 512
-"""Keys in a block: an insertion moves half as many pointers, cheaper than the search for the place."""
 
 
 class OrderedKeys:
-    """Sorted set of keys, in blocks of at most ``_MOST``.
-
-    O(log keys) to add and remove, O(log keys + limit) for a page.
-    """
+    """Sorted set of keys: O(log keys) to add and remove, O(log keys + limit) for a page."""
 
     def __init__(self) -> None:
         self._blocks: list[list[bytes]] = []
@@ -589,7 +538,6 @@ class OrderedKeys:
             del self._blocks[at], self._lasts[at]
 
     def after(self, key: bytes, limit: int) -> list[bytes]:
-        """Return up to ``limit`` keys greater than ``key``, ascending."""
         at = bisect_right(self._lasts, key)
         page: list[bytes] = []
         while at < len(self._blocks) and len(page) < limit:
@@ -601,16 +549,12 @@ class OrderedKeys:
 
 
 class Ledger:
-    """Account of a satellite's bytes, as monotonic counters: every removed byte has a cause.
-
-    A chunk counts as in ``ChunkStore.used_bytes``: its payload and its reference of 72 bytes. At any moment
+    """Account of a satellite's bytes (payloads, and references of 72 bytes), as monotonic counters. At any moment
 
         set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
 
-    Both sides are gross: storing a chunk again counts as set (or migrated in) and as replaced. A handed-over chunk
-    counts at both ends until the old copy is deleted, a grace period after its acknowledgement; only then has it
-    migrated out. Lost is what a satellite held when it died and came back empty with the same ledger; a killed process
-    loses its ledger, too.
+    Both sides are gross: storing a chunk again adds to set (or migrated in) and to replaced. A handed-over chunk counts
+    at both ends until the old copy is deleted. Lost is what a satellite held when it died and came back.
     """
 
     def __init__(self) -> None:

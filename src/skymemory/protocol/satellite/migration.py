@@ -1,8 +1,7 @@
 """Handler of handovers: turns the plan of ``Handover`` into MIGRATE packets, and the ACKs into deletions.
 
-Two copies of a chunk may meet on one satellite: if the box has moved far at once, one copy may arrive before the other
-has left. A satellite has one place for a chunk, and the bytes are the same. So it keeps the copy that belongs here and
-sends the other on from the same bytes, under its own replica number.
+Two copies of a chunk may meet if the box has moved far at once. The satellite keeps the copy that belongs here and
+sends the other on, from the same bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.satellite.handover import Burst, Leaving
+from skymemory.protocol.satellite.handover import Leaving, MigrateBurst
 from skymemory.protocol.satellite.memory import Chunk, ChunkName, as_copy
 from skymemory.protocol.satellite.retention import Retention
 from skymemory.protocol.satellite.state import SatelliteState
@@ -22,9 +21,7 @@ from skymemory.protocol.wire import REPLICA_OFFSET, Op, Packet, SkyHeader, Statu
 
 
 class Migration:
-    """Execution of the plan of ``Handover``: sends and deletes chunks, and decides if a stored chunk must leave
-    again.
-    """
+    """Execution of the plan of ``Handover``."""
 
     def __init__(self, state: SatelliteState, sweep: Sweep, retention: Retention) -> None:
         self._here = state.here
@@ -41,9 +38,8 @@ class Migration:
     # --- Chunks arrive ---
 
     def stored(self, key: bytes, indices: list[int], ref: bytes, header: SkyHeader, now_s: float) -> None:
-        """Record stored chunks of one placement: they stay, or leave again if the box has moved meanwhile.
-
-        A satellite that handed them over may know of a later move: then they stay for a while.
+        """Record stored chunks; if the box has moved, they leave again, perhaps later: their sender may know of a later
+        move.
         """
         sent_behind = self._locator.is_past((header.slot_moves, header.plane_moves))
         due_s = now_s if header.op is not Op.MIGRATE or sent_behind else now_s + self._handover.grace_s
@@ -55,7 +51,7 @@ class Migration:
                 self._handover.stray((key, index), due_s)
 
     def _resolve_conflicts(self, due_s: float) -> None:
-        """Settle chunks stored in place of other copies: copies that belong elsewhere leave at ``due_s``."""
+        """Settle chunks stored in place of other copies."""
         conflicts, self._store.conflicts = self._store.conflicts, []
         for name, before in conflicts:
             chunk = self._store.peek(name)
@@ -70,16 +66,13 @@ class Migration:
     # --- The box moves: plan, send, delete ---
 
     def box_moved(self, urgent: bool = False) -> None:
-        """Let ``send_due`` plan the handover, once for all moves until then. ``urgent``: an operator moved the box."""
+        """Let ``send_due`` plan the handover, once for several moves. ``urgent``: an operator moved the box."""
         self._handover.moved = True
         self._urgent |= urgent
 
     @property
     def _plan_s(self) -> float:
-        """Return the earliest time of the next plan.
-
-        The clock's own moves are rare; pushes, which may be forged, are throttled.
-        """
+        """Return the time of the next plan: pushes, which may be forged, are throttled."""
         return self._planning.open_s if self._urgent else 0.0
 
     def next_timer_s(self) -> float:
@@ -88,7 +81,6 @@ class Migration:
         return min(soonest_s, self._plan_s) if self._handover.moved else soonest_s
 
     def send_due(self, now_s: float) -> None:
-        """Send strays, new bursts and retransmissions that are due."""
         if self._handover.moved and now_s >= self._plan_s:
             self._plan(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
@@ -106,7 +98,6 @@ class Migration:
                 self._send(burst, now_s)
 
     def _plan(self, now_s: float) -> None:
-        """Queue what must leave now, and forget what was queued before."""
         if self._urgent:
             self._planning.done(now_s)
         urgent, self._urgent = self._urgent, False
@@ -116,7 +107,6 @@ class Migration:
         self._handover.spread(now_s, self._locator.interval_s(now_s), urgent)
 
     def _send_as(self, name: ChunkName, replica: int) -> None:
-        """Send the chunk to where its copy ``replica`` belongs."""
         chunk = self._store.peek(name)
         if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
             return
@@ -131,7 +121,7 @@ class Migration:
             self._store.relabel(name, copy)
             self._handover.leave_as(name, chunk.ref[REPLICA_OFFSET])
 
-    def _send(self, burst: Burst, now_s: float) -> None:
+    def _send(self, burst: MigrateBurst, now_s: float) -> None:
         self._sweep.hold_back(burst, now_s)
         chunks = {name: chunk for name in burst.names if (chunk := self._chunk(name)) is not None}
         if len(chunks) < len(burst.names):
@@ -146,7 +136,7 @@ class Migration:
         return as_copy(chunk.ref, name[2]), chunk.payload
 
     def delete_copied(self, now_s: float) -> None:
-        """Delete acknowledged chunks whose grace period is over, unless they belong here again."""
+        """Delete copied chunks, unless they belong here again."""
         for name in self._handover.to_delete(now_s):
             chunk = self._store.peek(name)
             if chunk is not None and self._locator.home(chunk.ref) != self._here:
@@ -155,7 +145,7 @@ class Migration:
     # --- Answers ---
 
     def acknowledged(self, packet: Packet, now_s: float) -> None:
-        """Handle ACK: another satellite took (or refused) chunks; pins and expiries of their key follow."""
+        """Handle ACK: chunks were taken or refused."""
         satellite = SatelliteId(packet.header.source.plane, packet.header.source.slot)
         if not self._handover.awaits(packet.header.request_id, satellite):
             return

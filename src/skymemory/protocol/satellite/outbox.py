@@ -1,4 +1,4 @@
-"""Outgoing packets of a satellite, each with its outgoing link: answers, its own commands, packets in transit."""
+"""Outgoing packets of a satellite, each with its link."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _LEAST_CREDIT_BYTES = 128 * 1024
 
 
 class Outbox:
-    """Queue of outgoing packets, which are packed and signed here. Every header carries the current moves and offers
-    senders their share of ``credit_bytes``.
+    """Queue of packets, packed and signed here. Every header carries the current moves and offers senders their share
+    of ``credit_bytes``.
     """
 
     def __init__(
@@ -69,17 +69,15 @@ class Outbox:
         return bool(self._outgoing or self._links)
 
     def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return batches, except LINKS, with the link each leaves by."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     def take_links(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return LINKS as ``take``. They do not count as traffic: they cause no probe of their neighbour."""
+        """Return LINKS, which cause no probe of their neighbour."""
         links, self._links = self._links, []
         return links
 
     def send_by(self, batch: SegmentBatch, link: LinkEnd) -> None:
-        """Queue complete packets, such as packets in transit."""
         self._outgoing.append((batch, link))
 
     # --- Answers ---
@@ -103,7 +101,7 @@ class Outbox:
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
     ) -> tuple[bytes, SegmentBatch] | None:
-        """Return key and DATA packets for a GET, if all requested chunks are in ``shares``; nothing is queued."""
+        """Return key and DATA packets for a GET, if all its chunks are in ``shares``; nothing is queued."""
         answer = native.answer_get(get, shares, self.terms(now_s))
         if answer is None:
             return None
@@ -113,21 +111,21 @@ class Outbox:
         return key, self._signed(batch, now_s)
 
     def terms(self, now_s: float) -> native.AnswerTerms:
-        """Return the header fields of an answer that depend neither on the request nor on the chunks."""
+        """Return the header fields common to all answers."""
         return *self._locator.moves, self._credit_units(), *telemetry_time(now_s), self._sequence
 
     def sent(self, packets: int) -> None:
         self._take_sequence(packets)
 
     def refuse(self, command: memoryview, link: LinkEnd, now_s: float) -> None:
-        """Answer a ground host's refused command on its incoming link, so that its sender does not wait."""
+        """Answer a ground host's refused command on its incoming link."""
         with suppress(MalformedPacket):
             header = self._answer(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
             packet = build_packet(header, b"", self._take_sequence(1), now_s)
             self._outgoing.append((self._signed(single(packet), now_s), link))
 
     def unsupported(self, command: memoryview, now_s: float) -> None:
-        """Answer a sound but unknown command with what this release supports."""
+        """Answer an unknown command with what this release supports."""
         op_at = COMMAND_BYTES + 1
         op, known = command[op_at], bytearray(command[: COMMAND_BYTES + SKY_BYTES])
         known[op_at] = Op.PING  # any known operation, so that the header can be parsed
@@ -145,12 +143,11 @@ class Outbox:
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
-        """Send LINKS by the link to a neighbour, regardless of the routes."""
         packet = build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
         self._links.append((self._signed(single(packet), now_s), neighbour))
 
     def notify_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
-        """Send unsolicited telemetry to the ``most`` ground hosts heard last. Return their number."""
+        """Send telemetry to the ``most`` ground hosts heard last. Return their number."""
         destination = Address(self._address.plane, self._address.slot, GROUND_SHELL)
         hosts = self._router.heard_last(most)
         for ground in hosts:
@@ -202,7 +199,6 @@ class Outbox:
         return first
 
     def _signed(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """Add MACs if there are keys: to all commands, but to answers only if every packet has a MAC."""
         return batch if self._authority is None else self._authority.sign(batch, now_s)
 
     def _send(self, batch: SegmentBatch, destination: Address, now_s: float) -> None:

@@ -1,8 +1,6 @@
-"""Overload of a host: its measurement, and the queue of background packets that wait while it lasts.
+"""Overload of a host, and the background packets that wait meanwhile.
 
-A process that was stopped, or has too little processor time, reads everything late, including answers. While its host
-is late, a satellite gives its neighbours longer timeouts, so as not to mistake its own delay for their death, and
-postpones background work.
+A late host also reads answers late, so its satellites give neighbours longer timeouts.
 """
 
 from __future__ import annotations
@@ -17,32 +15,30 @@ from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start
 
 LATE_S = 0.05
 _PERSISTS_S = 0.25
-"""Seconds without an event on time after which background work yields to answers."""
+"""Seconds without an event on time after which background work yields."""
 _FADES_S = 0.5
-"""Time constant with which the worst wait decays."""
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""Age at which waiting packets are dropped: their sender has repeated them, or will."""
+"""Age at which packets are dropped: their sender repeats them."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
-"""Background only between satellites: a ground host waits for the answer."""
+"""Background only between satellites: a ground host waits."""
 
 
 class Lateness:
-    """Delay of a host's events before they are handled, shared by its machines.
+    """Delay of a host's events, shared by its machines.
 
-    A host is overloaded if even the *shortest* wait has been long for a while (CoDel, RFC 8289): a single long wait is
-    a burst, which queues exist to absorb.
+    A host is overloaded if even the *shortest* wait has been long for a while (CoDel, RFC 8289).
     """
 
     def __init__(self) -> None:
         self._worst_s = 0.0
         self._worst_at_s = -math.inf
         self._on_time_s = math.inf
-        """Last time that an event was on time; infinity: none has been late yet."""
+        """Last time that an event was on time; infinity: none has been late."""
 
     def measured(self, late_s: float, now_s: float) -> None:
-        """Record an event handled ``late_s`` after it was due. Call this for events on time, too."""
+        """Record an event's delay. Call this for events on time, too."""
         if late_s <= LATE_S:
             self._on_time_s = now_s
         elif self._on_time_s == math.inf:
@@ -51,7 +47,7 @@ class Lateness:
             self._worst_s, self._worst_at_s = late_s, now_s
 
     def at(self, now_s: float) -> float:
-        """Return the longest recent wait, decaying; rounded to a microsecond, so that it ends."""
+        """Return the longest recent wait, decaying; rounded, so that it ends."""
         if not self._worst_s:
             return 0.0
         wait_s = self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
@@ -64,11 +60,8 @@ class Lateness:
 class Postponed:
     """Bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
 
-    Background packets are requests between satellites for the benefit of later reads, also in transit: handovers,
-    checks of copies and of suspected losses, gossip. No read waits for them, and their sender repeats them. LINKS are
-    not background: late LINKS would make live satellites look dead.
-
-    Packets are copied, because a transport's buffer is valid only during the call.
+    No read waits for them, and their sender repeats them: handovers, checks, gossip, also in transit. Late LINKS would
+    make live satellites look dead.
     """
 
     def __init__(self) -> None:
@@ -80,7 +73,6 @@ class Postponed:
         return bool(self._queue)
 
     def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
-        """Queue the background packets among these. Return the others, in order."""
         foreground = []
         for view, size in runs:
             for part, part_size in _journeys(view, size):
@@ -103,7 +95,7 @@ class Postponed:
         self.dropped += -(-len(view) // size)
 
     def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
-        """Return the oldest packets that are not too old, and their time of arrival."""
+        """Return the oldest packets still valid, and their arrival."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
             self._drop()
         if not self._queue:
@@ -114,7 +106,6 @@ class Postponed:
 
 
 def _journeys(view: memoryview, size: int) -> Iterator[Run]:
-    """Split a run into packets of one operation, destination and status each."""
     if size <= 0 or native.same_journey(view, size):
         yield view, size
     else:

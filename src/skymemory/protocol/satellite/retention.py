@@ -1,7 +1,6 @@
 """Handler of RETAIN: keys touched, pinned, leased, or to be deleted at a time.
 
-Times are absolute (milliseconds since the Unix epoch, as in the clock of the moves), so a repeated packet changes
-nothing. Pins, leases and expiries follow the chunks when these are handed over.
+Times are absolute (Unix ms), so a repetition changes nothing. Pins, leases and expiries follow handed-over chunks.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25
 _MOST_ATTEMPTS = 8
 _LEASE_SHARE = 0.25
-"""Share of the memory that may be leased, in addition to what is pinned."""
+"""Share of the memory that may be leased."""
 _LONGEST_LEASE_S = 60.0
 _MOST_HOLDERS = 64
-"""Leases per key: while one of them lasts, no other ground host needs its own."""
+"""Leases per key: no further host needs its own."""
 
 
 @dataclass(slots=True)
-class _Transfer:
-    """RETAIN on its way to the satellite that now has the chunks, repeated until acknowledged."""
+class _RetainTransfer:
+    """RETAIN that follows chunks, repeated until acknowledged."""
 
     there: SatelliteId
     body: bytes
@@ -52,8 +51,8 @@ class Retention:
         self._counters = state.counters
         self._lease_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
-        self._transfers: dict[int, _Transfer] = {}
-        """Transfers by request id, the next to be repeated first."""
+        self._transfers: dict[int, _RetainTransfer] = {}
+        """Transfers by request id, in the order of ``due_s``."""
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
         self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
 
@@ -146,7 +145,6 @@ class Retention:
     # --- Pins, leases and expiries follow the chunks ---
 
     def handed_over(self, there: SatelliteId, key: bytes, now_s: float) -> None:
-        """Send a key's pin, expiry and leases to the satellite that has taken chunks of it."""
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:
@@ -161,7 +159,7 @@ class Retention:
         self._awaited.add((there, body))
         number = self._next_request_id
         self._next_request_id = 0x40000000 | (number + 1) & 0x3FFFFFFF
-        self._transfers[number] = _Transfer(there, body, now_s + _REPEAT_S)
+        self._transfers[number] = _RetainTransfer(there, body, now_s + _REPEAT_S)
         self._outbox.command(Op.RETAIN, there, number, body, now_s)
 
     def _repeat(self, number: int, now_s: float) -> None:
@@ -175,12 +173,10 @@ class Retention:
         self._outbox.command(Op.RETAIN, transfer.there, number, transfer.body, now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """Handle RETAINED: whatever the outcome, the transfer has arrived."""
         unpack_retained(packet.body)
         self._end_transfer(packet.header.request_id)
 
     def unsupported(self, packet: Packet, now_s: float) -> None:
-        """Handle UNSUPPORTED: the other satellite does not know RETAIN; the transfer ends."""
         Capabilities.unpack_unsupported(packet.body)
         self._end_transfer(packet.header.request_id)
 

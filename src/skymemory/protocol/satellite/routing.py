@@ -1,4 +1,4 @@
-"""Routing: the link by which a packet leaves, on the shortest path around links that are down."""
+"""Routing on shortest paths around links that are down."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ _CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": 
 
 
 class Router:
-    """Routing at one satellite: greedy, and around links that are known to be down.
-
-    A ground host is reached by the link on which its last packet arrived.
-    """
+    """Routing at a satellite. A ground host is reached by its last packet's link."""
 
     def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
         self._links = links or LinkState(torus)
@@ -43,7 +40,6 @@ class Router:
         self._mode = mode
         self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
         self._next_hops: dict[int, SatelliteId] = {}
-        """Next hops since the links' last ``_changes``; keys as in ``native.Transit``."""
         self._changes = self._links.changes
 
     def remember(self, ground: int, link: LinkEnd) -> None:
@@ -53,7 +49,7 @@ class Router:
             self._grounds.popitem(last=False)
 
     def known(self) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]]:
-        """Return the valid next hops, and the beams of ground hosts."""
+        """Return valid next hops, and beams of ground hosts."""
         if self._changes != self._links.changes:
             self._changes = self._links.changes
             self._next_hops.clear()
@@ -63,7 +59,6 @@ class Router:
         return list(islice(reversed(self._grounds), most))
 
     def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
-        """Return the link for an own packet; None without a route."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             return self._beam(destination, packet)
@@ -74,7 +69,7 @@ class Router:
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
     ) -> tuple[SegmentBatch, LinkEnd] | Status:
-        """Return a copy of packets in transit with hops counted, and their next link; or why there is none."""
+        """Return packets in transit, hops counted, and their next link; or why there is none."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             beam = self._beam(destination, view)
@@ -113,13 +108,12 @@ class Router:
 # declares counts as up.
 
 LIFETIME_S = 200.0
-"""Lifetime of a declaration that is not repeated: its origin may be dead, and the link up again."""
+"""Lifetime of a declaration that is not repeated."""
 REFRESH_S = 60.0
-"""Interval at which a satellite with a dead link repeats its declaration."""
 MAX_DECLARATIONS = 360
-"""Declarations per packet, which is no larger than one chunk's packet of the default size."""
+"""Limit that keeps a packet no larger than a chunk's."""
 _MOST_AHEAD_MS = 60_000
-"""Declarations from further in the future are refused: no later declaration would ever be newer."""
+"""Limit for times ahead: no later declaration would ever be newer."""
 
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
@@ -129,10 +123,7 @@ _Four = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
 
 
 class Declaration(NamedTuple):
-    """Dead links of ``origin``: bit i of ``down`` is the link to neighbour i, in the order of ``Torus.neighbours``.
-
-    ``made_ms`` is Unix time.
-    """
+    """Dead links of ``origin``, as bits in the order of ``Torus.neighbours``, at Unix time."""
 
     origin: SatelliteId
     down: int
@@ -143,10 +134,8 @@ class Declaration(NamedTuple):
 
 
 class LinksBody(NamedTuple):
-    """Body of LINKS, which a satellite sends to a neighbour.
-
-    ``pushed`` are the operators' moves, at ``pushed_at_ms`` (0: before the start). ``late_s`` is the host's lateness,
-    to 10 ms: its answers may take that much longer.
+    """Body of LINKS. ``pushed`` are the operators' moves, at ``pushed_at_ms`` (0: before the start); ``late_s`` is the
+    host's lateness.
     """
 
     answer_me: bool
@@ -166,7 +155,7 @@ class LinksBody(NamedTuple):
 
     @classmethod
     def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
-        """Parse a body, without declarations whose packed form is ``known`` (in a storm, nearly all).
+        """Parse a body, without ``known`` packed declarations.
 
         Raises:
             MalformedPacket: the body contradicts itself.
@@ -202,10 +191,10 @@ _grid_of = lru_cache(maxsize=16)(_Grid)
 
 
 class LinkState:
-    """Known state of a torus's links: at most one declaration per satellite.
+    """Known state of a torus's links.
 
-    Routes from a satellite are a shortest-path tree, grown once per change. If changes keep coming, it is regrown only
-    as a ``Throttle`` allows; until then the old tree serves, but never over a link that is down here.
+    Routes are a shortest-path tree, regrown as a ``Throttle`` allows; until then the old tree serves, but never over a
+    link that is down here.
     """
 
     def __init__(self, torus: Torus) -> None:
@@ -216,28 +205,23 @@ class LinkState:
         self.records: set[bytes] = set()
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
-        """Trees by satellite: for each destination, the links on which a shortest path begins, as bits."""
+        """Trees by satellite: the first links of shortest paths to each destination, as bits."""
         self._growing = Throttle()
         self._stale = False
         self.trees_grown = 0
         self.satellites_searched = 0
-        """Satellites visited by searches: work that no packet shows."""
         self.changes = 0
-        """Counter of changes after which routes may differ."""
         self.healed = 0
         self._next_expiry_s: float | None = math.inf
-        """None: computed when next read."""
 
     @property
     def clear(self) -> bool:
-        """Return True if no link is known to be down."""
         return not self._down
 
     def declared(self) -> list[Declaration]:
         return list(self._declared.values())
 
     def pages(self) -> list[list[bytes]]:
-        """Return the packed declarations by packet: at least one page."""
         known = list(self._packed.values())
         return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
 
@@ -249,9 +233,9 @@ class LinkState:
         return declaration.made_ms if declaration is not None else 0
 
     def learn(self, declaration: Declaration, now_s: float, at_once: bool = False) -> bool:
-        """Take a declaration. Return False if it is of another torus, known, too old, or from the future.
+        """Take a declaration. Return False if it is foreign, known, too old, or from the future.
 
-        ``at_once``: it is the own declaration, which routes from here must respect now.
+        ``at_once``: routes from here must respect it now.
         """
         if declaration.origin not in self._torus or declaration.made_ms <= self.made_ms(declaration.origin):
             return False
@@ -290,10 +274,7 @@ class LinkState:
         return (here, neighbour) not in self._down
 
     def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """Return the next hop from ``here`` to ``there``: ``greedy`` if it is on a shortest path.
-
-        Without a known path, the link state may be outdated: ``greedy`` if its link is up, otherwise None.
-        """
+        """Return the next hop: ``greedy`` if it is on a shortest path, or if no path is known and its link is up."""
         nearer = self._nearer(here, there)
         if nearer:
             return greedy if greedy in nearer else nearer[0]
@@ -314,7 +295,7 @@ class LinkState:
         return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
 
     def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
-        """Search breadth-first: a satellite is reached by every link that reaches a nearer neighbour."""
+        """Search breadth-first: every link to a nearer neighbour counts."""
         self.trees_grown += 1
         tree, edge = {here: 0}, [here]
         down, neighbours = self._down, self._neighbours
@@ -338,7 +319,6 @@ class LinkState:
         return self._growing.open_s if self._stale else math.inf
 
     def discard_trees(self, now_s: float) -> None:
-        """Discard the trees; the next lookup grows a new tree."""
         if self._stale:
             self._stale = False
             self._growing.done(now_s)
@@ -346,7 +326,7 @@ class LinkState:
             self.changes += 1
 
     def _changed(self, origin: SatelliteId, now_s: float, at_once: bool = False) -> None:
-        """Apply what ``origin`` declares: a link is down if either end says so."""
+        """Apply a declaration: a link is down if either end says so."""
         ours = self._declared_down(origin)
         for neighbour in dict.fromkeys(self._neighbours[origin]):
             ways = (origin, neighbour), (neighbour, origin)

@@ -11,7 +11,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT, replacement_named
 from skymemory.metrics import Counters
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import Locator, MoveClock, SkyMap
-from skymemory.protocol.satellite.handover import Handover, Pacer, phase_of
+from skymemory.protocol.satellite.handover import ChunkHandover, Pacer, phase_of
 from skymemory.protocol.satellite.memory import ChunkStore, KeyHistory
 from skymemory.protocol.satellite.outbox import Outbox
 from skymemory.protocol.satellite.overload import Lateness, Postponed
@@ -19,21 +19,19 @@ from skymemory.protocol.satellite.routing import LinkState, Router
 from skymemory.protocol.wire import Address
 
 EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
-"""Ways to evict the rest of a dead block, that is, of a block with a missing chunk (SkyMemory paper §3.9):
+"""Ways to evict the rest of a dead block, which has a missing chunk (SkyMemory paper §3.9):
 
 - ``lazy``: the client that finds the hole evicts the rest;
-- ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: only the plane that lookups use);
-- ``periodic``: satellites ask each other at intervals if the rest of what they hold still exists;
-- ``migration``: they ask before they hand chunks over, and no dead block is handed over.
+- ``gossip``: the evicting satellite notifies the box (``gossip-plane``: the plane that lookups use);
+- ``periodic``: satellites ask each other at intervals;
+- ``migration``: they ask before a handover.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionConfig:
-    """Treatment of dead blocks, pins and copies by one satellite. Times are in seconds.
-
-    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` the time for which evictions are
-    collected; ``confirm_s`` the time from a suspicion to its proof, longer than a handover takes.
+    """Treatment of dead blocks, pins and copies. ``confirm_s``, from a suspicion to its proof, must exceed a
+    handover.
     """
 
     gossip: bool = False
@@ -45,11 +43,9 @@ class EvictionConfig:
     confirm_s: float = 2.0
     pin_share: float = 0.5
     replicas: int = 1
-    """Copies of each chunk: a block is dead if all copies of a chunk are lost."""
 
     @classmethod
     def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
-        """Return the configuration for these policies (``lazy`` concerns only clients)."""
         plane_only = "gossip-plane" in policies
         return cls(
             plane_only or "gossip" in policies,
@@ -82,7 +78,7 @@ def parse_policies(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SatelliteConfig:
-    """Configuration of a satellite. ``credit_bytes`` is the capacity of the transport's receive buffer."""
+    """Configuration of a satellite. ``credit_bytes`` is its receive buffer's capacity."""
 
     address: SatelliteId
     memory_bytes: int
@@ -93,22 +89,19 @@ class SatelliteConfig:
     handover_timeout_s: float = 0.1
     handover_grace_s: float = 1.0
     handover_gap_s: float = 0.002
-    """Shortest time between bursts of a handover, unless they could not all be sent in time (0: no pacing)."""
+    """Shortest time between bursts, if all can be sent (0: no pacing)."""
     replacement: str = DEFAULT_REPLACEMENT
-    """Name in ``eviction.REPLACEMENTS``: which keys are evicted first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_timeout_s: float = 0.05
-    """Time for a neighbour to answer a probe; depends on the length of the links."""
+    """Time for an answer; depends on the links' length."""
     authority: Authority | None = field(default=None, repr=False)
     """Keys whose commands it obeys; None: any command."""
     first_request_id: int = 0
-    """Start of the request ids. Drawn at random, it cannot be guessed, and ids of an earlier life are not repeated."""
+    """Start of the request ids; random, so never guessed or repeated."""
 
 
 class SatelliteState:
-    """State given to every handler. A handler acts on it and sends through ``outbox``; it calls other handlers only if
-    it was constructed with them.
-    """
+    """State of every handler. A handler sends through ``outbox``, and calls only handlers given to it."""
 
     def __init__(
         self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float, lateness: Lateness | None = None
@@ -118,7 +111,6 @@ class SatelliteState:
         self.here = config.address
         self.address = Address(config.address.plane, config.address.slot)
         self.lateness = lateness or Lateness()
-        """Lateness of the host, which may run several satellites."""
         self.counters = Counters()
         self.store = ChunkStore(
             config.memory_bytes,
@@ -134,7 +126,7 @@ class SatelliteState:
         self.outbox = Outbox(
             self.address, self.locator, self.router, self.counters, config.credit_bytes, config.authority
         )
-        self.handover = Handover(
+        self.handover = ChunkHandover(
             config.handover_window_bursts,
             config.handover_timeout_s,
             config.handover_grace_s,
@@ -144,12 +136,10 @@ class SatelliteState:
         )
         self.postponed = Postponed()
         self.timers_wait = False
-        """True if background timers expired while the host was late; ``SatelliteMachine.work`` runs them."""
 
     def is_settled(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
-        """Return True if these chunks of a key are neither being handed over nor still being written.
-
-        Only then does their absence here count towards a proof of loss.
+        """Return True if these chunks are neither being handed over nor written: only then does their absence prove a
+        loss.
         """
         next_move_s = self.locator.next_move_s
         if next_move_s is not None and now_s >= next_move_s:

@@ -1,20 +1,15 @@
 """Periodic checks of the stored keys: incomplete blocks are dropped, lost copies are made again.
 
-``Sweep``: is the rest of each block still stored? A key's placement tag names the servers that hold its chunks, and how
-many each. A satellite counts its own share and asks one other server (HAS): the next in the ring of the key's servers,
-at the next sweep the second next, then the fourth. So all S servers learn of a hole in about log2 S sweeps, with one
-question per key and sweep. The same questions are asked before a handover, so that no dead block is handed over.
+``Sweep`` counts the own share of each key and asks another server (HAS): the next in the ring of the key's servers, at
+later sweeps the second, fourth … So all S servers learn of a hole in about log2 S sweeps. A handover is checked
+likewise.
 
-1. A share that is not whole makes its key *suspect*. It may be on its way, or still be written.
-2. After ``confirm_s``, if the box has not moved, the satellite tries to prove that one of its chunks is lost
-   (``LossProofs``).
-3. If the loss is proved, the rest of the block is dropped; after ``_MOST_ATTEMPTS`` attempts, the suspicion ends.
+1. A share that is not whole makes its key *suspect*: it may be on its way or being written.
+2. After ``confirm_s`` without a move, the satellite tries to prove that a chunk is lost (``LossProofs``).
+3. If it is, the rest of the block is dropped; after ``_MOST_ATTEMPTS`` attempts, the suspicion ends.
 
-With copies, there is no suspicion while any copy of a share is whole: all places of a share are asked (CHECK), also for
-shares that are not whole here.
-
-``ReplicaRepair``: is each share that is whole here also whole at its next copy? If not, and there is room, the chunks
-are sent there.
+With copies, all places of a share are asked (CHECK), and any whole copy prevents a suspicion. ``ReplicaRepair`` sends
+whole shares to the place of the next copy, if it lacks them and has room.
 """
 
 from __future__ import annotations
@@ -32,61 +27,51 @@ from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Dead
 from skymemory.protocol.satellite.checks import (
     ANSWER_S,
     MAX_CHECKS_PER_PACKET,
-    Answer,
     Check,
+    CheckAnswer,
+    CheckResult,
     Checks,
-    Found,
     LossProofs,
     Replicas,
 )
 from skymemory.protocol.satellite.gossip import Gossip
-from skymemory.protocol.satellite.handover import Burst
+from skymemory.protocol.satellite.handover import MigrateBurst
 from skymemory.protocol.satellite.memory import as_copy, latest_ref, names_by_tag, setting_of
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op, Packet
 
 MOST_QUESTIONS = 8
-"""HAS packets, each for 180 keys, of a sweep or handover."""
+"""HAS packets of a sweep or handover."""
 MOST_BYTES = 16 << 20
-"""Bytes sent for a repair sweep, which is background work."""
 _SWEEP_PAGES = 8
 _REPAIR_PAGES = 8
-"""HAS and CHECK packets of a sweep; the next sweep continues where it stopped."""
+"""Packets of a sweep; the next sweep continues."""
 _MOST_ATTEMPTS = 4
 _MOST_HELD_BACK = 1 << 14
 _DISTANCES = (1, 2, 4, 8)
-"""Distances in the ring of the other servers asked before a handover."""
 _FOUND = 1 << 30
-"""Count of a share found somewhere: no count of other places reduces it to 0."""
 
 
 @dataclass(slots=True)
 class _Question:
-    """HAS on its way. ``expected`` is the number of chunks that must be held of each key."""
-
     keys: list[bytes]
     expected: list[int]
     servers: dict[bytes, int]
-    """Server in question, by key."""
     asked_s: float
     lacking: dict[bytes, int]
-    """Places that may still have it, by key, shared by a key's questions. A silent place counts as having it."""
+    """Places that may still have each key, shared by its questions."""
 
 
 @dataclass(slots=True)
 class _Suspect:
     server: int
-    """Server whose share is not whole."""
     due_s: float
     moves: Moves
     nothing: bool
-    """True if nothing of the key is where that share belongs."""
     attempts: int = 0
 
 
 class Sweep:
-    """Suspicions of one satellite."""
-
     def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, gossip: Gossip, now_s: float) -> None:
         self._here = state.here
         self._config = config = state.config.eviction
@@ -108,7 +93,7 @@ class Sweep:
         self._swept_to = b""
         self._swept_moves = state.locator.moves
         self._held_back: dict[Dead, Moves] = {}
-        """Settings held back from a handover, with the moves at that time; oldest first."""
+        """Settings held back, with the moves at that time; oldest first."""
 
     # --- The periodic sweep ---
 
@@ -116,7 +101,7 @@ class Sweep:
         return self._sweep_s
 
     def sweep(self, now_s: float) -> None:
-        """Examine the next keys, at a distance that doubles with each round. Not during a handover."""
+        """Examine the next keys, unless a handover runs. The distance doubles with each round."""
         if now_s < self._sweep_s:
             return
         self._sweep_s = now_s + self._config.sweep_s
@@ -134,9 +119,9 @@ class Sweep:
     # --- Around a handover ---
 
     def before_handover(self, now_s: float) -> None:
-        """Check, after a move, that what must leave is whole. New bursts wait for the answers.
+        """Check, after a move, that what leaves is whole; new bursts wait for the answers.
 
-        Only after a single step: otherwise the earlier places are not known to be one step off.
+        Only after a single step are the earlier places known.
         """
         moves, before = self._locator.moves, self._locator.before
         if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
@@ -153,7 +138,6 @@ class Sweep:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
     def release_handover(self) -> None:
-        """Let new bursts leave once all answers have arrived."""
         if not self._asking:
             self._handover.fresh_from_s = 0.0
 
@@ -161,8 +145,7 @@ class Sweep:
     def _asking(self) -> bool:
         return bool(self._questions) or self._checks.asking
 
-    def hold_back(self, burst: Burst, now_s: float) -> None:
-        """Remove suspect chunks from a burst: they leave after the attempt at a proof."""
+    def hold_back(self, burst: MigrateBurst, now_s: float) -> None:
         if not self._suspects or not burst.names:
             return
         key = burst.names[0][0]
@@ -174,10 +157,9 @@ class Sweep:
             self._handover.forget(burst, waiting)
 
     def _may_hold_back(self, suspected: Dead) -> bool:
-        """Return True if a setting may be held back, which it may be at one count of moves only.
+        """Return True if a setting may be held back, at the same moves only.
 
-        It arrives late at its place, so it looks dead from there at the next move. Held back again, it would never
-        follow a box that moves that often.
+        It arrives late, so it looks dead at the next move; held back again, it would never follow the box.
         """
         moves = self._held_back.setdefault(suspected, self._locator.moves)
         while len(self._held_back) > _MOST_HELD_BACK:
@@ -187,10 +169,9 @@ class Sweep:
     # --- Questions ---
 
     def _examine(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
-        """Check that these stored keys are whole: the own share, and the server ``distance`` further in the ring.
+        """Check that keys are whole: the own share, and the server ``distance`` further in the ring.
 
-        Return the keys beyond the limit of questions. With ``before``, the moves before the last move, both places are
-        asked, and one of them suffices.
+        Return keys beyond the limit. With ``before``, the earlier moves, either place suffices.
         """
         if self._replicas is not None:
             return self._examine_copies(self._replicas, keys, distance, now_s, before)
@@ -235,15 +216,14 @@ class Sweep:
     def _examine_copies(
         self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
-        """Check as ``_examine`` with copies: also shares that are not whole here."""
         by_place: dict[SatelliteId, list[Check]] = {}
         places_left: dict[tuple[bytes, int], int] = {}
         question_count, unasked = 0, list[bytes]()
 
-        def on_answer(answer: Answer, answered_s: float) -> None:
+        def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
                 name = check.key, check.server
-                if what is Found.WHOLE:
+                if what is CheckResult.WHOLE:
                     places_left[name] = _FOUND
                     self._clear(check.key, check.server)
                 elif answer.same_moves:
@@ -295,10 +275,7 @@ class Sweep:
         return ChunkRef.unpack(latest_ref(share)) if share else None
 
     def _incomplete_server(self, key: bytes) -> int | None:
-        """Return a server of which some chunks, but not all, are here.
-
-        Leftovers of an earlier value or placement do not count.
-        """
+        """Return a server of which some chunks, but not all, are here; other settings do not count."""
         share = self._store.shares[key]
         packed = latest_ref(share)
         ref = ChunkRef.unpack(packed)
@@ -328,7 +305,7 @@ class Sweep:
         return min([suspect.due_s for suspect in self._suspects.values()])
 
     def confirm_suspicions(self, now_s: float) -> None:
-        """Try to prove the losses that are due; drop suspicions that are resolved, outdated or tried too often."""
+        """Try to prove losses that are due; drop other suspicions."""
         values = []
         for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
@@ -344,11 +321,7 @@ class Sweep:
             self._proofs.ask(values, self._proved, now_s)
 
     def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Return the suspected share's missing chunks.
-
-        At most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any number; one chunk if nothing of the share
-        is in its place.
-        """
+        """Return the suspected share's missing chunks, limited because a reference may claim any number."""
         share = self._store.shares.get(key)
         if not share:
             return []
@@ -435,7 +408,6 @@ class ReplicaRepair:
             self._checks.ask(place, checks, self._send_lacking, now_s)
 
     def _next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
-        """Return the satellites of the next copies of shares that are whole here, of a key's latest setting."""
         copies = []
         for (_, replica), (check, indices) in self._find_whole_shares(key).items():
             ref = self._store.shares[key][indices[0]][0]
@@ -449,7 +421,6 @@ class ReplicaRepair:
         return copies
 
     def _find_whole_shares(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
-        """Return the whole shares by server and copy: the check and the indices."""
         share = self._store.shares.get(key)
         if not share:
             return {}
@@ -462,12 +433,11 @@ class ReplicaRepair:
         checks = {name: (Check.of(latest, name[0]), indices) for name, indices in sorted(groups.items())}
         return {name: entry for name, entry in checks.items() if len(entry[1]) == entry[0].expected}
 
-    def _send_lacking(self, answer: Answer, now_s: float) -> None:
-        """Queue chunks that another satellite lacks, within this sweep's budget."""
+    def _send_lacking(self, answer: CheckAnswer, now_s: float) -> None:
         if not answer.same_moves:
             return
         for check, what in zip(answer.checks, answer.found, strict=True):
-            if what is not Found.LACKING or self._left_bytes <= 0:
+            if what is not CheckResult.LACKING or self._left_bytes <= 0:
                 continue
             for (server, replica), (ours, indices) in self._find_whole_shares(check.key).items():
                 copy = (replica + 1) % self._replicas

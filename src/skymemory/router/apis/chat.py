@@ -1,7 +1,7 @@
-"""Chat completions as translators see them: an answer, streamed or not, as a sequence of parts.
+"""Chat completions as translators see them: a sequence of parts.
 
-A part is reasoning, text or a tool call. ``PartReader`` reads stream chunks, or a complete message, and reports each
-part's begin, pieces and end, one part at a time; Responses and Messages stream them like that.
+``PartReader`` reports begin, pieces and end of each part (reasoning, text or a tool call) in turn, as Responses and
+Messages stream them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,22 @@ from uuid import uuid4
 import msgspec
 
 MAX_EVENT_BYTES = 16 << 20
-"""Limit of a stream event; tool arguments arrive in many events."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Limit of an unstreamed answer, which is buffered."""
 REASONING, TEXT, TOOL = "reasoning", "text", "tool"
 BEGIN, PIECE, END = "begin", "piece", "end"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class UnreadableAnswer(Exception):
-    """Engine output that is no chat completion."""
+class UnreadableAnswer(Exception): ...
 
 
 @dataclass(slots=True)
-class Part:
+class ContentPart:
     kind: str
     number: int
-    """Index in the answer, from 0."""
     call_id: str = ""
     name: str = ""
-    """Name of the tool."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -47,8 +42,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class PartEvent:
     what: str
-    """``BEGIN``, ``PIECE`` or ``END``."""
-    part: Part
+    part: ContentPart
     text: str = ""
     logprobs: tuple[Mapping[str, Any], ...] = ()
 
@@ -62,25 +56,23 @@ class ChatUsage:
 
 
 class PartReader:
-    """Reader of stream chunks or a complete answer (``read``); ``end`` closes open parts."""
+    """Reader of stream chunks or a complete answer; ``end`` closes open parts."""
 
     def __init__(self) -> None:
         self.id = ""
         self.model = ""
         self.created_s = 0
         self.finish = ""
-        """OpenAI's ``finish_reason``; empty: the answer has not ended."""
         self.stop_text = ""
-        """Stop sequence, if known: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
+        """Stop sequence: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
         self.usage: ChatUsage | None = None
-        self.parts: list[Part] = []
-        self._open: Part | None = None
-        self._tools: dict[int, Part] = {}
+        self.parts: list[ContentPart] = []
+        self._open: ContentPart | None = None
+        self._tools: dict[int, ContentPart] = {}
         self._held: dict[int, list[str]] = {}
-        """Arguments of calls that began before the open call was complete."""
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
-        """Report the parts of a chunk, or of a complete answer.
+        """Report a chunk's parts.
 
         Raises:
             UnreadableAnswer: a field has an unexpected type.
@@ -100,10 +92,10 @@ class PartReader:
             yield from self._read_choice(choice)
 
     def read_whole(self, answer: Mapping[str, Any]) -> list[PartEvent]:
-        """Read a complete answer, to its end.
+        """Read a complete answer.
 
         Raises:
-            UnreadableAnswer: a field has an unexpected type, or ``choices`` is empty.
+            UnreadableAnswer: an unexpected type, or empty ``choices``.
         """
         events = [*self.read(answer), *self.end()]
         if not answer["choices"]:
@@ -111,7 +103,6 @@ class PartReader:
         return events
 
     def end(self) -> Iterator[PartEvent]:
-        """Close the open part, and report waiting calls."""
         yield from self._close()
         for index in list(self._held):
             yield from self._release(index)
@@ -158,7 +149,7 @@ class PartReader:
         part = self._tools.get(index)
         if part is None:
             name, call_id = _text(function.get("name")), _text(call.get("id"))
-            part = self._tools[index] = Part(TOOL, -1, call_id or f"call_{self.id}_{index}", name)
+            part = self._tools[index] = ContentPart(TOOL, -1, call_id or f"call_{self.id}_{index}", name)
             self._held[index] = []
             if self._open is None or self._open.kind != TOOL or _is_whole(self._open.text):
                 yield from self._close()
@@ -187,13 +178,13 @@ class PartReader:
         part = self._open
         if part is None or part.kind != kind:
             yield from self._close()
-            part = Part(kind, -1)
+            part = ContentPart(kind, -1)
             yield from self._begin(part)
         part.logprobs += logprobs
         part.pieces.append(text)
         yield PartEvent(PIECE, part, text, logprobs)
 
-    def _begin(self, part: Part) -> Iterator[PartEvent]:
+    def _begin(self, part: ContentPart) -> Iterator[PartEvent]:
         part.number = len(self.parts)
         self.parts.append(part)
         self._open = part
@@ -216,7 +207,7 @@ class PartReader:
 
 
 def error_in(chunk: Mapping[str, Any]) -> str:
-    """Return the message of an error event; empty: it is none."""
+    """Return the message of an error event, or nothing."""
     error = chunk.get("error")
     if isinstance(error, dict):
         return _text(error.get("message")) or "error of the engine"
@@ -226,18 +217,16 @@ def error_in(chunk: Mapping[str, Any]) -> str:
 
 
 class EventLines:
-    """Parser of server-sent events from arbitrary pieces."""
-
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
         self._size = 0
 
     def read(self, piece: bytes) -> Iterator[bytes]:
-        """Yield the data of each complete event.
+        """Yield the data of complete events.
 
         Raises:
-            UnreadableAnswer: an event is longer than ``MAX_EVENT_BYTES``.
+            UnreadableAnswer: an event exceeds ``MAX_EVENT_BYTES``.
         """
         received = self._rest + piece
         # A trailing CR may be the first half of a line end.
@@ -256,7 +245,6 @@ class EventLines:
 
 
 def event(name: str, content: Mapping[str, Any]) -> bytes:
-    """Return a named server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode(content))
 
 
@@ -264,7 +252,7 @@ def as_object(data: bytes) -> dict[str, Any]:
     """Decode a JSON object.
 
     Raises:
-        UnreadableAnswer: it is no JSON object.
+        UnreadableAnswer: it is none.
     """
     try:
         decoded = _decode(data)

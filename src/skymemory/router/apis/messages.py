@@ -1,8 +1,7 @@
 """Anthropic's Messages (``POST /v1/messages``, ``/v1/messages/count_tokens``) as a chat completion and back.
 
-``chat_request`` reads a request. ``translate_answer`` makes its answer from a chat completion, ``MessageStream`` the
-stream events. If an engine cannot count tokens, they are taken from the usage of a completion of one token
-(``counting_request``). Turns are joined as in vLLM's own Messages API, so that prompts are the same.
+If an engine cannot count tokens, the usage of a completion of one token does (``counting_request``). Turns are joined
+as in vLLM's Messages API, so that prompts are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from skymemory.router.apis.chat import (
     TEXT,
     TOOL,
     ChatUsage,
-    Part,
+    ContentPart,
     PartEvent,
     PartReader,
     event,
@@ -47,9 +46,7 @@ _SAME = ("temperature", "top_p", "top_k")
 _REFUSED = ("mcp_servers", "container")
 _KNOWN = frozenset((*_MAPPED, *_LABELS, *_ACCOUNTS, *_REFUSED, "output_config", "output_format"))
 _BILLING = "x-anthropic-billing-header"
-"""Prefix of a text that Claude Code puts before the system prompt, with a hash of each request: no prompts would share
-a prefix. vLLM drops it, too.
-"""
+"""Prefix of a text of Claude Code with a hash per request: no prompts would share a prefix. vLLM drops it, too."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
@@ -58,9 +55,8 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison; parts
-            without a counterpart stay as they are.
-        needs_limit: refuse a request without ``max_tokens``, which the API demands.
+        strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
+        needs_limit: refuse a request without ``max_tokens``.
 
     Raises:
         ApiError: 400.
@@ -71,7 +67,7 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     body |= without_none(
         model=fields.get("model"), max_tokens=fields.get("max_tokens"), stop=fields.get("stop_sequences")
     )
-    body["messages"] = _Turns(strict).read(fields)
+    body["messages"] = _MessageTurns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
     metadata = fields.get("metadata")
@@ -90,7 +86,6 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
 
 
 def counting_request(fields: Fields) -> dict[str, Any]:
-    """Return a chat completion of one token: its usage counts the prompt's tokens."""
     counted_fields = {
         name: value for name, value in fields.items() if name not in ("stream", "stop_sequences", "output_config")
     }
@@ -138,7 +133,7 @@ def _output_settings(fields: Fields) -> dict[str, Any]:
     return body
 
 
-class _Turns:
+class _MessageTurns:
     def __init__(self, strict: bool) -> None:
         self._strict = strict
 
@@ -258,8 +253,6 @@ def count(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MessageStream:
-    """Stream events, made from chat-completion chunks."""
-
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
         self._reader = PartReader()
@@ -273,7 +266,7 @@ class MessageStream:
         """Translate a chunk.
 
         Raises:
-            UnreadableAnswer: it is no chat-completion chunk.
+            UnreadableAnswer: no chunk of a chat completion.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()
@@ -324,7 +317,7 @@ def _message(fields: Fields, reader: PartReader, content: list[dict[str, Any]]) 
     }
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: ContentPart) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": part.text}
     if part.kind == REASONING:
@@ -332,7 +325,7 @@ def _block(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
 
-def _empty_block(part: Part) -> dict[str, Any]:
+def _empty_block(part: ContentPart) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": ""}
     if part.kind == REASONING:
@@ -340,7 +333,7 @@ def _empty_block(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
 
 
-def _delta(part: Part, text: str) -> dict[str, Any]:
+def _delta(part: ContentPart, text: str) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text_delta", "text": text}
     if part.kind == REASONING:
@@ -349,7 +342,6 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; malformed text stays readable."""
     try:
         decoded = msgspec.json.decode(arguments.encode("utf-8", "replace")) if arguments.strip() else {}
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reads fields of a decoded JSON request, and refuses values of a wrong type."""
+"""Reading of a decoded JSON request; wrong types are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse(param: str, why: str) -> NoReturn:
 
 
 def reason_of(error: Exception, raw: bytes | memoryview) -> str:
-    """Return why JSON was refused; msgspec reports a lone surrogate near the end as truncated data."""
+    """Return why JSON was refused; msgspec calls a lone surrogate near the end truncated."""
     words = str(error)
     if "truncated" in words and _HALF_PAIR.search(bytes(raw[-_TAIL_BYTES:])):
         return "a text has one half of a surrogate pair (\\ud800 to \\udfff) without the other"
@@ -50,7 +50,7 @@ def object_of(value: object, param: str) -> dict[str, Any]:
 
 
 def further(fields: Fields, known: Collection[str]) -> dict[str, Any]:
-    """Return an engine's extensions (``top_k``, ``cache_salt``), which chat completions share."""
+    """Return an engine's extensions."""
     return {name: value for name, value in fields.items() if name not in known}
 
 
@@ -59,13 +59,11 @@ def without_none(**fields: Any) -> dict[str, Any]:
 
 
 def function_tool(name: object, description: object, parameters: object, strict: object, param: str) -> dict[str, Any]:
-    """Return a tool of chat completions."""
     function = {"name": text_of(name, f"{param}.name"), **without_none(description=description, parameters=parameters)}
     return {"type": "function", "function": {**function, **without_none(strict=strict)}}
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a tool call of chat completions."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

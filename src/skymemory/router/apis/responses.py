@@ -1,9 +1,7 @@
 """OpenAI's Responses (``POST /v1/responses``), without state, as a chat completion and back.
 
-``chat_request`` reads a request. ``translate_answer`` makes its answer from a chat completion, ``ResponseStream`` the
-stream events, in the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done;
-finally completed or incomplete. Nothing is stored: references to stored responses are refused, and ``store`` is
-ignored.
+Stream events have the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done;
+finally completed or incomplete.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from skymemory.router.apis.chat import (
     TEXT,
     TOOL,
     ChatUsage,
-    Part,
+    ContentPart,
     PartEvent,
     PartReader,
     event,
@@ -65,7 +63,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def check(fields: Fields) -> None:
-    """Refuse requests for stored state: the next request may reach another server.
+    """Refuse stored state: the next request may reach another server.
 
     Raises:
         ApiError: 400.
@@ -79,8 +77,7 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison; parts
-            without a counterpart stay as they are.
+        strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
 
     Raises:
         ApiError: 400.
@@ -88,7 +85,7 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     check(fields)
     body: dict[str, Any] = further(fields, _KNOWN)
     body |= without_none(model=fields.get("model"), max_tokens=fields.get("max_output_tokens"))
-    body["messages"] = _Turns(strict).read(fields)
+    body["messages"] = _InputTurns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
     if strict:
@@ -177,12 +174,11 @@ def _text_settings(text: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-class _Turns:
+class _InputTurns:
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._turns: list[dict[str, Any]] = []
         self._thoughts = ""
-        """Reasoning of the assistant's next turn."""
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
         instructions, given_input = fields.get("instructions"), fields.get("input")
@@ -244,7 +240,6 @@ class _Turns:
         return {**turn, "reasoning": thoughts, "reasoning_content": thoughts} if thoughts else turn
 
     def _call(self, call_id: str, name: str, arguments: str) -> None:
-        """Add a tool call to the assistant's turn."""
         if not self._turns or self._turns[-1]["role"] != "assistant":
             self._turns.append(self._with_thoughts({"role": "assistant", "content": None}))
         self._turns[-1].setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
@@ -290,8 +285,6 @@ def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any
 
 
 class ResponseStream:
-    """Stream events, made from chat-completion chunks."""
-
     def __init__(self, fields: Fields) -> None:
         self._reader = PartReader()
         self._builder = _Builder(fields, self._reader)
@@ -307,7 +300,7 @@ class ResponseStream:
         """Translate a chunk.
 
         Raises:
-            UnreadableAnswer: it is no chat-completion chunk.
+            UnreadableAnswer: no chunk of a chat completion.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()
@@ -364,7 +357,7 @@ class ResponseStream:
             yield self._event(f"{about}.done", **at, name=part.name, arguments=part.text)
             yield self._done(part)
 
-    def _done(self, part: Part) -> bytes:
+    def _done(self, part: ContentPart) -> bytes:
         item = self._builder.item(part, "completed")
         self._items.append(item)
         return self._event("response.output_item.done", output_index=part.number, item=item)
@@ -383,11 +376,10 @@ class _Builder:
     def _base(self) -> str:
         return self._reader.id.removeprefix("chatcmpl-") or "0"
 
-    def item_id(self, part: Part) -> str:
+    def item_id(self, part: ContentPart) -> str:
         return f"{_ITEM_IDS[part.kind]}_{self._base}_{part.number}"
 
-    def item(self, part: Part, status: str) -> dict[str, Any]:
-        """Return an item. ``status``: empty before its first piece."""
+    def item(self, part: ContentPart, status: str) -> dict[str, Any]:
         own = {"id": self.item_id(part), "status": status or "in_progress"}
         content = [self.content(part, part.text)] if status else []
         if part.kind == TEXT:
@@ -396,7 +388,7 @@ class _Builder:
             return {**own, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**own, "type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.text}
 
-    def content(self, part: Part, text: str) -> dict[str, Any]:
+    def content(self, part: ContentPart, text: str) -> dict[str, Any]:
         if part.kind == REASONING:
             return {"type": "reasoning_text", "text": text}
         logprobs = [_logprob(token) for token in part.logprobs] if text else []
@@ -470,5 +462,4 @@ def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_event(status: int, message: str) -> bytes:
-    """Return an error event for a stream of an unknown state."""
     return event("error", {"type": "error", "code": kind_of(status), "message": message, "param": None})

@@ -1,9 +1,4 @@
-"""A request to Responses or Messages that its engine serves as a chat completion: bytes in, bytes out.
-
-``Translation`` reads the request once. ``answer`` and ``error`` translate a complete response, ``stream`` a stream
-piece by piece. ``prompt_body`` is for routing: its prompt is the same as the engine's, whether the request is
-translated or passed on unchanged.
-"""
+"""A request to Responses or Messages that its engine serves as a chat completion."""
 
 from __future__ import annotations
 
@@ -20,15 +15,13 @@ from skymemory.router.apis.reading import Fields, reason_of
 RESPONSES = responses.PATH
 MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
 API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
-"""Paths that are translated if an engine lacks the API."""
 PIECE_BYTES = 65_536
-"""Size from which lists are decoded item by item."""
 _DONE = b"[DONE]"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class _Stream(Protocol):
+class _TranslatedStream(Protocol):
     @property
     def finish(self) -> str: ...
 
@@ -44,7 +37,7 @@ class Translation:
         """Read the request. ``path``: an element of ``API_PATHS``.
 
         Raises:
-            ApiError: 400, no request of this API, or a chat completion cannot express it.
+            ApiError: 400, no such request, or a chat completion cannot express it.
         """
         self._path = path
         self._fields = read_fields(body)
@@ -61,7 +54,7 @@ class Translation:
         """Translate a complete answer.
 
         Raises:
-            UnreadableAnswer: it is no chat completion.
+            UnreadableAnswer: no chat completion.
         """
         return msgspec.json.encode(self.answer_object(as_object(body)))
 
@@ -73,7 +66,6 @@ class Translation:
         return messages.count(answer)
 
     def error(self, status: int, body: bytes) -> bytes:
-        """Translate an engine's error."""
         return body if self._path == RESPONSES else messages.error_body(status, _message_of(status, body))
 
     def stream(self) -> StreamTranslation:
@@ -82,9 +74,7 @@ class Translation:
 
 
 class StreamTranslation:
-    """Translated stream."""
-
-    def __init__(self, made: _Stream) -> None:
+    def __init__(self, made: _TranslatedStream) -> None:
         self._made = made
         self._lines = EventLines()
         self.has_ended = False
@@ -130,10 +120,10 @@ class StreamTranslation:
 
 
 def prompt_body(path: str, body: bytes) -> bytes:
-    """Return a chat completion with the same prompt, for routing. Parts that only the engine may know stay as they are.
+    """Return a chat completion with the engine's prompt, for routing.
 
     Raises:
-        ApiError: 400, no request of this API, or it refers to stored state.
+        ApiError: 400, no such request, or it refers to stored state.
     """
     fields = read_fields(body)
     convert = responses.chat_request if path == RESPONSES else messages.chat_request
@@ -155,7 +145,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def _decoded_in_pieces(raw: msgspec.Raw) -> Any:
-    """Decode a value; a long list item by item, because the decoder blocks all other threads."""
+    """Decode a value, a long list item by item: the decoder blocks all other threads."""
     if len(raw) < PIECE_BYTES or bytes(memoryview(raw)[:1]) != b"[":
         return msgspec.json.decode(raw)
     return [msgspec.json.decode(item) for item in _items.decode(raw)]
@@ -176,7 +166,7 @@ def error_body(path: str, error: ApiError) -> bytes:
 
 
 def error_event(path: str, status: int, message: str) -> bytes | None:
-    """Return an error event for a stream; None: the path has chat-completion streams."""
+    """Return an error event; None: the path has chat-completion streams."""
     if is_of_messages(path):
         return messages.error_event(status, message)
     return responses.error_event(status, message) if path.endswith(RESPONSES) else None
@@ -188,7 +178,6 @@ def is_of_messages(path: str) -> bool:
 
 
 def _message_of(status: int, body: bytes) -> str:
-    """Return the message of an engine's error."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,11 +1,10 @@
-"""KV events of engines over ZMQ. They feed the prefix index of strategies that use events (``precise``).
+"""KV events of engines over ZMQ, for the prefix index of ``precise``.
 
-1. ``EventsWatch`` follows the servers that publish events, as servers are added and removed.
-2. ``KvEvents`` has a subscription per server (``follower``); messages are put in order and applied (``feed``).
+``EventsWatch`` follows the servers; ``KvEvents`` has a subscription (``follower``) for each, whose messages are applied
+in order (``feed``).
 
-All of it runs in the router's event loop, in slices of ``follower.SLICE_S``; an engine gets one slice per turn of the
-loop. A flood waits in the socket's bounded queue. If the queue is full, the publisher drops messages, which leaves a
-gap.
+All runs in the router's event loop, an engine for ``follower.SLICE_S`` per turn. A flood fills the socket's bounded
+queue; then the publisher drops messages.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import Follower, Pace
+from skymemory.router.engines.follower import Follower, ReplayTimeouts
 from skymemory.router.metrics import Family, family
 from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel
 
 LOOK_S = 0.5
-"""Period of checking for new servers, and for the models they serve."""
 log = logging.getLogger("skymemory.router")
 Followed = tuple[int, str, str, str, str]
 """Slot, model, endpoint, replay endpoint, topic."""
@@ -44,10 +42,10 @@ def event_index(scorer: Scorer) -> PreciseIndex | None:
 
 
 def strategy_options(settings: Settings) -> Mapping[str, Any]:
-    """Return the strategy's options, with ``block_tokens`` of the prompts if it needs the engines' block size.
+    """Return the strategy's options, with the prompts' ``block_tokens`` if it has that option.
 
     Raises:
-        InvalidInput: both are set and differ, so that no block would ever match.
+        InvalidInput: both are set and differ, so that no block would match.
     """
     for name in ("index", "cost"):
         if name in settings.options:  # these are arguments of ``named``, not options
@@ -69,7 +67,7 @@ def check_events(settings: Settings, scorer: Scorer) -> None:
     """Check the settings.
 
     Raises:
-        InvalidInput: the strategy uses KV events, and there is no tokenizer.
+        InvalidInput: the strategy uses KV events without a tokenizer.
     """
     if event_index(scorer) is not None and settings.prompts.tokenizer is None:
         raise InvalidInput(
@@ -79,8 +77,6 @@ def check_events(settings: Settings, scorer: Scorer) -> None:
 
 
 class EventsWatch(Collector):
-    """Subscriber to the events of every backend that publishes them."""
-
     def __init__(self, scorer: Scorer, backends: Backends) -> None:
         self._index = event_index(scorer)
         self._strategy = scorer.name
@@ -110,7 +106,6 @@ class EventsWatch(Collector):
             await asyncio.sleep(LOOK_S)
 
     def follow(self) -> None:
-        """Subscribe to the current servers, and to no others."""
         events = self._events
         # The index only knows servers that prefill.
         known_now = {name: known for name, known in self._backends.known.items() if self._backends.prefills(known)}
@@ -173,12 +168,12 @@ class EventsWatch(Collector):
 
 
 class KvEvents:
-    """Followers of engines, each from ``follow`` until ``unfollow`` or ``close``. Bound to one event loop."""
+    """Followers of engines. Bound to one event loop."""
 
-    def __init__(self, index: PreciseIndex, pace: Pace | None = None) -> None:
+    def __init__(self, index: PreciseIndex, pace: ReplayTimeouts | None = None) -> None:
         self.feeds: dict[str, Feed] = {}
         self._index = index
-        self._pace = Pace() if pace is None else pace
+        self._pace = ReplayTimeouts() if pace is None else pace
         self._context = zmq.asyncio.Context()
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -186,13 +181,12 @@ class KvEvents:
     def follow(
         self, server: str, slot: int, endpoint: str, *, model: str, replay_endpoint: str = "", topic: str = ""
     ) -> Feed:
-        """Subscribe to ``endpoint`` (``tcp://host:5557``) for the server of ``slot``.
+        """Subscribe to ``endpoint`` (``tcp://host:5557``).
 
         Args:
-            model: the model it serves, as requests name it.
-            replay_endpoint: address from which the engine sends messages again (vLLM: ``replay_endpoint`` of its
-            ``--kv-events-config``). Without it, each loss forgets all blocks of the server.
-            topic: prefix of the messages' topics; empty: all.
+            model: as requests name it.
+            replay_endpoint: vLLM's in ``--kv-events-config``. Without it, each loss forgets all blocks.
+            topic: prefix of the topics; empty: all.
 
         Raises:
             InvalidInput: an invalid endpoint.
@@ -206,7 +200,7 @@ class KvEvents:
         return feed
 
     def unfollow(self, server: str) -> None:
-        """Unsubscribe, and forget the server's blocks. Call it before its slot is given to another server."""
+        """Unsubscribe, and forget the blocks, before another server gets the slot."""
         task = self._tasks.pop(server, None)
         if task is not None:
             task.cancel()

@@ -1,11 +1,10 @@
-"""Stream of an engine's KV events: orders messages, applies them to the index, and forgets blocks after a loss.
+"""Stream of an engine's KV events. No I/O.
 
-1. ``Feed.offer`` takes a message, from the subscription or a replay; ``Order`` sorts it by its number.
+1. ``Feed.offer`` takes a message of the subscription or a replay; ``Order`` sorts by number.
 2. ``go_on`` applies messages in order, in pieces, so that the event loop is not blocked.
-3. After a gap that cannot be filled, a restart or an unreadable message, the index forgets the server's blocks.
+3. After an unfilled gap, a restart or an unreadable message, the index forgets the blocks.
 
-Numbers start at 0 and grow by 1 per message. The same number with other bytes, or a number from long ago, means that
-the engine has restarted. No I/O: ``follower`` reads the sockets and reports the state of the connection.
+Numbers grow by 1 from 0. The same number with other bytes, or a number from long ago, means a restart.
 """
 
 from __future__ import annotations
@@ -19,33 +18,27 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skymemory.conductor.prefix_index.events import OTHER, AllCleared, Batch, BlocksStored, Event, medium_of
+from skymemory.conductor.prefix_index.events import OTHER, AllCleared, BlocksStored, Event, EventBatch, medium_of
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally, TooLong, pieces
 
 WARN_EVERY_S = 10.0
-"""Minimum time between two warnings about losses of an engine."""
 UNKNOWN_MEDIA = 8
-"""Limit of unknown media of an engine that are logged."""
 REMEMBERED = 4096
-"""Messages whose checksum is kept, to distinguish duplicates from a restarted engine's messages."""
+"""Checksums kept to tell duplicates from a restart."""
 HELD = 256
-"""Messages that may wait for a missing message before it is given up."""
 END_BYTES = 64 << 10
-"""Bytes of each end of a long message that enter its checksum."""
 _log = logging.getLogger("skymemory.router")
 
 
 class FeedState(enum.Enum):
     WAITING = "waiting"
-    """No message yet."""
     WHOLE = "whole"
-    """Every message since the engine started was applied."""
+    """Every message since the engine's start was applied."""
     PARTIAL = "partial"
-    """The index is correct but incomplete: the engine may hold blocks from before."""
+    """The index is correct but incomplete."""
     LOST = "lost"
-    """Disconnected: the index has the state at that time."""
 
 
 @dataclass(slots=True)
@@ -56,18 +49,18 @@ class Counts:
     gaps: int = 0
     replayed: int = 0
     losses: int = 0
-    """Gaps that were not filled: the engine's blocks were forgotten."""
+    """Unfilled gaps: the blocks were forgotten."""
     restarts: int = 0
     malformed: int = 0
     too_long: int = 0
     unknown_events: int = 0
     unusable_events: int = 0
     refused: int = 0
-    """Messages with blocks of another size than those of prompts."""
+    """Messages with blocks of another size than the prompts'."""
 
 
 class Feed:
-    """Events of the server in ``slot``. ``model`` seeds the hashes of its blocks, as it does those of prompts."""
+    """Events of a server. ``model`` seeds its blocks' hashes."""
 
     def __init__(self, server: str, slot: int, model: str, index: PreciseIndex, order: Order | None = None) -> None:
         self.server = server
@@ -76,17 +69,16 @@ class Feed:
         self.connected = False
         self.counts = Counts()
         self.errors: dict[str, str] = {}
-        """Current errors, by kind."""
         self.order = Order() if order is None else order
         self.wiped = False
-        """True if another part of the router made the index forget the server: a full replay is needed."""
+        """True if the index was made to forget the server elsewhere: a full replay is needed."""
         self._state = FeedState.WAITING
         self._index = index
         self._logged: set[str] = set()
         self._unknown_media: set[str] = set()
         self._warned_s = -WARN_EVERY_S
         self._ready = False
-        """True if the index expects the same next number as ``order``."""
+        """True if the index expects the same number as ``order``."""
         self._reading: tuple[int, Iterator[Piece]] | None = None
         index.follow(slot, model)
 
@@ -98,7 +90,6 @@ class Feed:
 
     @property
     def has_applied(self) -> bool:
-        """True if a message was applied since the engine's last known start."""
         return bool(self.order.next)
 
     @property
@@ -110,10 +101,7 @@ class Feed:
     # then continues from the next message (`resume_empty`).
 
     def offer(self, number: int, payload: bytes, until_s: float = math.inf) -> None:
-        """Take a message, and apply what is in order until ``until_s`` (by `time.perf_counter`).
-
-        ``go_on`` applies the rest.
-        """
+        """Take a message, and apply what is in order until ``until_s`` (`time.perf_counter`)."""
         offer = self.order.offer(number, payload)
         if offer is Offer.RESTARTED:
             self.restarted()
@@ -126,7 +114,7 @@ class Feed:
         self.go_on(until_s)
 
     def restarted(self) -> None:
-        """Handle a restart of the engine: its cache is empty, and it counts from 0."""
+        """Handle a restart: the cache is empty, and numbers begin at 0."""
         self.counts.restarts += 1
         self._reading = None
         self._index.follow(self.slot, self.model)
@@ -136,12 +124,11 @@ class Feed:
         _log.info("%s restarted: its blocks are forgotten", self.server)
 
     def nothing_published(self) -> None:
-        """Expect number 0 first: the engine has published nothing yet."""
         if self.order.next is None:
             self.order.restart(0)
 
     def lost(self) -> None:
-        """Give up a gap: forget the blocks, and continue after it."""
+        """Give up a gap: forget the blocks, and go on after it."""
         if self.has_applied:
             self._forget("messages were lost")
         self.order.skip()
@@ -165,7 +152,7 @@ class Feed:
         self._state = FeedState.WAITING
 
     def broken(self, why: str) -> None:
-        """Count a malformed message as lost: a replay would return the same."""
+        """Count a malformed message as lost: a replay would repeat it."""
         self.counts.malformed += 1
         self.complain("broken", why)
 
@@ -221,9 +208,9 @@ class Feed:
             counts.batches += 1
             self._reading = None
         if events or not more:
-            self._apply(Batch(number, events), more)
+            self._apply(EventBatch(number, events), more)
 
-    def _apply(self, batch: Batch, more: bool) -> None:
+    def _apply(self, batch: EventBatch, more: bool) -> None:
         counts = self.counts
         self._name_media(batch)
         if not self._ready:
@@ -241,7 +228,7 @@ class Feed:
             self._index.follow(self.slot, self.model)
             self._ready = False
 
-    def _name_media(self, batch: Batch) -> None:
+    def _name_media(self, batch: EventBatch) -> None:
         for event in batch.events:
             if isinstance(event, AllCleared) or medium_of(event.medium) != OTHER:
                 continue
@@ -257,18 +244,16 @@ class Feed:
             _log.error("events of %s: %s", self.server, why)
 
     def fine(self, kind: str) -> None:
-        """Clear an error, so that it is logged again if it recurs."""
         self.errors.pop(kind, None)
         self._logged.discard(kind)
 
 
 class Offer(enum.Enum):
     TAKEN = enum.auto()
-    """The message is next, or waits for missing messages: see ``take``."""
+    """It is next, or waits for missing messages."""
     OLD = enum.auto()
-    """Duplicate."""
     RESTARTED = enum.auto()
-    """The engine restarted: call ``restart``, then offer the message again."""
+    """Call ``restart``, then offer it again."""
 
 
 class Order:
@@ -306,7 +291,6 @@ class Order:
 
     @property
     def gap(self) -> bool:
-        """True if messages wait for a missing message."""
         return bool(self._held) and self.next not in self._held
 
     @property
@@ -318,25 +302,22 @@ class Order:
         return len(self._held) >= self._most_held
 
     def skip(self) -> None:
-        """Give up the missing messages: continue with the lowest number received."""
         if self._held:
             self.next = min(self._held)
 
     def had(self, number: int, payload: bytes) -> bool:
-        """Return True if this very message was taken before."""
         return self._seen.get(number) == _checksum(payload)
 
     def restart(self, at: int | None = 0) -> None:
-        """Forget all messages; ``at`` is expected next (None: any)."""
+        """Forget all messages; expect ``at`` (None: any)."""
         self.next = at
         self._seen.clear()
         self._held.clear()
 
 
 def _checksum(payload: bytes) -> int:
-    """Return a CRC-32, of a long message only over its ends and length: all of it would block the event loop for 10 ms.
-
-    After a restart messages differ in the timestamp, which is in the first bytes.
+    """Return a CRC-32, of a long message only over its ends (all of it takes 10 ms): a restart changes the timestamp in
+    the first bytes.
     """
     if len(payload) > 2 * END_BYTES:
         payload = payload[:END_BYTES] + payload[-END_BYTES:] + len(payload).to_bytes(8, "big")

@@ -1,12 +1,11 @@
 """Subscription to an engine: reads messages in slices, fills gaps from its replay socket, detects restarts.
 
-A publisher drops messages while the connection is down. After a restart it counts from 0 again, possibly past the
-number expected next. So after each lost connection nothing is applied until the engine's replay begins with the last
-message received. Without a replay socket the server's blocks are forgotten.
+Publishers drop messages while disconnected, and may pass the expected number after a restart. So after a lost
+connection nothing is applied until the replay begins with the last message received; without a replay socket the blocks
+are forgotten.
 
-The replay socket is a ROUTER. A request is an empty frame and a number (8 bytes, big-endian). The answer has all
-messages kept from that number on, then the number -1 with an empty payload. The engine drops what exceeds its own
-queue, so the answer may have gaps.
+The replay socket is a ROUTER. A request is an empty frame and a number (8 bytes, big-endian). The answer has the
+messages kept from there, then the number -1 with an empty payload. It may have gaps.
 """
 
 from __future__ import annotations
@@ -27,34 +26,31 @@ from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.wire import MAX_RECEIVED_BYTES, SEQUENCE_BYTES, MalformedEvents, sequence_of
 
 TIMEOUT_S = 2.0
-"""Timeout of the first messages of a replay: engines check the socket between batches, or every 0.1 s."""
+"""Timeout of a replay: engines check the socket between batches, or every 0.1 s."""
 BETWEEN_S = 0.5
-"""Timeout of the next messages: an engine sends them all at once, and may drop the end mark."""
+"""Timeout of its next messages: engines send them at once, and may drop the end mark."""
 QUEUE_MESSAGES = 20_000
-"""Queue of a replay: more than engines keep, so that a slow reader loses nothing."""
+"""Queue of a replay: more than engines keep."""
 AT_ONCE = 64
 END = b"\xff" * SEQUENCE_BYTES
 SLICE_S = 0.001
-"""Longest slice of the event loop's time."""
 REPLAYS = 64
-"""Limit of replays for a gap, as long as each fills some of it."""
+"""Limit of replays for a gap, if each fills some of it."""
 SILENCES = 3
-"""Unanswered replays before a gap is given up: the engine may be busy."""
 _CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _log = logging.getLogger("skymemory.router")
 
 
-class NoReplay(Exception):
-    """No answer to a request for a replay, or an incomplete answer."""
+class NoReplay(Exception): ...
 
 
 async def replay(
     context: zmq.asyncio.Context, endpoint: str, first: int, timeout_s: float = TIMEOUT_S
 ) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-    """Yield numbers and payloads of messages from ``first`` on, in lists of up to ``AT_ONCE``.
+    """Yield numbers and payloads from ``first`` on, up to ``AT_ONCE`` at a time.
 
     Raises:
-        NoReplay: no further message within ``timeout_s``, or a malformed answer.
+        NoReplay: no message within ``timeout_s``, or a malformed answer.
     """
     socket = context.socket(zmq.DEALER)
     answers: zmq.Socket[bytes] = zmq.Socket(shadow=socket.underlying)
@@ -82,7 +78,6 @@ async def replay(
 
 
 def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
-    """Return the messages received by now, and True if the end mark was among them."""
     messages: list[tuple[int, bytes]] = []
     while len(messages) < AT_ONCE:
         try:
@@ -98,7 +93,7 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplayTimeouts:
     patience_s: float = 0.05
     """Time for a missing message to arrive before a replay is requested."""
     probe_s: float = 10.0
@@ -109,15 +104,13 @@ class Pace:
 
 
 class Follower:
-    """Subscription to an engine, until its task is cancelled."""
-
     def __init__(
         self,
         feed: Feed,
         endpoint: str,
         replay_endpoint: str,
         topic: str,
-        pace: Pace,
+        pace: ReplayTimeouts,
         context: zmq.asyncio.Context,
         one_at_a_time: asyncio.Lock,
     ) -> None:
@@ -127,9 +120,8 @@ class Follower:
         self._context = context
         self._one_at_a_time = one_at_a_time
         self._early: tuple[int, bytes] | None = None
-        """First message of a new connection, until ``_resume_feed`` knows what was missed before it."""
+        """First message of a new connection, for ``_resume_feed``."""
         self._resume = False
-        """True after a new connection, until ``_resume_feed`` has run."""
         self._gap_since_s: float | None = None
         self._heard_s = time.monotonic()
         self._socket = context.socket(zmq.SUB)
@@ -231,7 +223,6 @@ class Follower:
             self._resume = self._feed.connected
 
     async def _resume_feed(self) -> None:
-        """Detect a restart of the engine after connecting, and apply what was missed."""
         self._resume = False
         feed, early = self._feed, self._early
         self._early = None
@@ -251,7 +242,7 @@ class Follower:
         self._heard_s = time.monotonic()
 
     async def _same_life(self) -> bool:
-        """Return True if the replay begins with the last message received, after applying what follows it."""
+        """Apply the replay if it begins with the last message received."""
         last, same = (self._feed.order.next or 0) - 1, False
         async with aclosing(self._replay(last)) as answer:
             async for messages in answer:
@@ -318,7 +309,6 @@ class Follower:
         feed.lost()
 
     async def _probe(self) -> None:
-        """Request messages after a long silence: the last messages may have been dropped."""
         feed = self._feed
         now_s = time.monotonic()
         if not self._replay_endpoint or not feed.connected or now_s - self._heard_s < self._pace.probe_s:

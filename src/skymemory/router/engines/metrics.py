@@ -1,14 +1,11 @@
-"""Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
+"""Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``ReportedLoad``s.
 
-``MetricsWatch`` scrapes each engine in a separate task, so that a hanging engine delays neither other engines nor
-requests. Reports go to ``Server.reported``, with timestamps of routing's clock (``time.monotonic``). If scraping fails,
-they age until ``Server.fresh_report`` ignores them.
+Each engine is scraped in its own task. Reports have times of ``time.monotonic``, and age until ``Server.fresh_report``
+ignores them. Of up to hundreds of kilobytes, only the dozen relevant names are searched; tests compare with
+``prometheus_client.parser``.
 
-The text has tens to hundreds of kilobytes, mostly histograms that routing does not need. So the dozen relevant metrics
-are searched by name. ``prometheus_client.parser`` is the reference in the tests.
-
-Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` and its metrics collector
-(``sglang:page_size`` and ``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
+Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` (``sglang:page_size`` and
+``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
 """
 
 from __future__ import annotations
@@ -26,21 +23,19 @@ from typing import Protocol
 import aiohttp
 from yarl import URL
 
-from skymemory.conductor.picker import LoadReport, PrefillTotals, Server
+from skymemory.conductor.picker import PrefillTotals, ReportedLoad, Server
 from skymemory.errors import SkyMemoryError, connection_reason
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
 MAX_SERIES = 4096
-"""Limit of series per name. An engine has one per data-parallel rank."""
+"""Limit per name; each data-parallel rank has a series."""
 MAX_ADAPTERS = 4096
 MAX_LINE_BYTES = 256 * 1024
-"""Limit of a line; longer lines (with very many adapters) are skipped."""
 TIMEOUT_S = 2.0
 MAX_BYTES = 4 * 1024 * 1024
 EVERY_S = 0.5
 SLOWEST_S = 10.0
-"""Longest period of scraping an engine that keeps failing."""
 JITTER = 0.2
 _LARGEST = 1e12
 _log = logging.getLogger("skymemory.router")
@@ -51,12 +46,10 @@ _SAMPLE = re.compile(rb"(?:\{((?:" + _LABEL + rb",?)*+)[ \t]*\})?[ \t]*([^ \t{},
 _ESCAPES = re.compile(r"\\(.)")
 
 
-class NoAnswer(SkyMemoryError):
-    """A page of a server cannot be read."""
+class NoAnswer(SkyMemoryError): ...
 
 
-class UnreadableMetrics(SkyMemoryError):
-    """No answer, no engine's metrics, or too many of them."""
+class UnreadableMetrics(SkyMemoryError): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +60,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    report: LoadReport
+    report: ReportedLoad
     dialect: str
-    """``vllm`` or ``sglang``."""
     missing: tuple[str, ...]
-    """Metrics that routing uses and this engine lacks; the report has defaults."""
+    """Metrics that this engine lacks; the report has defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Names of an engine's metrics, the newest first."""
+    """Names of metrics, the newest first."""
 
     name: str
     waiting: tuple[str, ...]
@@ -90,7 +82,7 @@ class Dialect:
     adapters: str = ""
     adapter_slots: str = ""
     prefills: tuple[str, str, str] | None = None
-    """Histograms of completed requests: prompt tokens, computed prompt tokens, seconds of the prefill."""
+    """Histograms of requests: prompt tokens, computed tokens, seconds of the prefill."""
 
     @property
     def tokens(self) -> tuple[str, str]:
@@ -128,10 +120,10 @@ DIALECTS = (VLLM, SGLANG)
 
 
 def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
-    """Parse a report, dated ``at_s``. An engine's ranks are added up; their cache usage is averaged.
+    """Parse a report. Ranks are added up; their cache usage is averaged.
 
     Raises:
-        UnreadableMetrics: neither vLLM's nor SGLang's metrics, or a name with more than ``MAX_SERIES`` series.
+        UnreadableMetrics: neither vLLM's nor SGLang's metrics, or more than ``MAX_SERIES`` series.
     """
     dialect = next((dialect for dialect in DIALECTS if dialect.name.encode() + b":" in text), None)
     if dialect is None:
@@ -149,7 +141,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
     if blocks is None or block_tokens is None:
         missing.append(dialect.cache_info)
     adapters, max_adapters = _adapters(text, dialect)
-    report = LoadReport(
+    report = ReportedLoad(
         at_s=at_s,
         waiting=round(sum(waiting)),
         running=round(sum(running)),
@@ -165,7 +157,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
 
 
 def samples(text: bytes, name: str) -> list[Sample]:
-    """Return all series of ``name`` in ``text``, which begins with a line feed. Malformed lines are skipped."""
+    """Return the series of ``name`` in ``text``, which begins with a line feed."""
     series: list[Sample] = []
     start = b"\n" + name.encode()
     at = text.find(start)
@@ -205,7 +197,6 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
-    """Return the usable series (finite, not negative) of the first name that has any."""
     for name in names:
         usable = [sample for sample in samples(text, name) if 0.0 <= sample.value <= _LARGEST]
         if usable:
@@ -214,7 +205,7 @@ def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
 
 
 def _by_rank(found: list[Sample]) -> list[float]:
-    """Return a value per engine (vLLM) or data-parallel rank (SGLang). Tensor-parallel ranks report the same."""
+    """Return a value per engine (vLLM) or data-parallel rank (SGLang); tensor-parallel ranks agree."""
     values: dict[tuple[str, ...], float] = {}
     for sample in found:
         rank = tuple(sample.labels.get(label, "") for label in ("model_name", "engine", "dp_rank"))
@@ -223,7 +214,7 @@ def _by_rank(found: list[Sample]) -> list[float]:
 
 
 def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
-    """Return the blocks of all ranks, and the tokens of a block; None if ranks differ in the block size."""
+    """Return blocks and their size; None if sizes differ."""
     # Info metrics carry their values in labels, and have the value 1. SGLang has gauges since 0.5.11.
     by_rank: dict[tuple[str, str], tuple[int, int]] = {}
     for sample in samples(text, dialect.cache_info):
@@ -243,7 +234,6 @@ def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
 
 
 def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
-    """Return sums over all series; None unless all three histograms count the same requests."""
     if dialect.prefills is None:
         return None
     sums = [sum(sample.value for sample in _first(text, (f"{name}_sum",))) for name in dialect.prefills]
@@ -255,15 +245,13 @@ def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
 
 
 def _count(word: str) -> int | None:
-    """Parse a number above zero: vLLM writes ``None`` until it has allocated its cache."""
+    """Parse a positive number: vLLM writes ``None`` until its cache exists."""
     return int(word) if word.isascii() and word.isdigit() and 0 < len(word) <= 12 and int(word) > 0 else None
 
 
 def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
-    """Return the adapters of running and waiting requests, and how many the engine can hold at once.
-
-    vLLM has a series for each past state, whose value is a timestamp: the newest counts. SGLang only reports how many
-    adapters it can hold.
+    """Return the adapters in use, and how many the engine can hold. Of vLLM's series (values: timestamps) the newest
+    counts; SGLang reports only the capacity.
     """
     if dialect.adapters:
         states = [sample for sample in samples(text, dialect.adapters) if math.isfinite(sample.value)]
@@ -279,7 +267,7 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
 
 
 class Fetch(Protocol):
-    """Function that fetches a page of a server.
+    """Function that fetches a page.
 
     Raises:
         NoAnswer: no connection, no answer within ``timeout_s``, a status outside 200 to 299, a compressed body, or more
@@ -325,7 +313,7 @@ async def fetch_metrics(
     """Scrape ``url`` once. The report has the time of the request.
 
     Raises:
-        UnreadableMetrics: no answer (``NoAnswer``), or neither vLLM's nor SGLang's metrics.
+        UnreadableMetrics: no answer, or no engine's metrics.
     """
     at_s = clock()
     try:
@@ -337,27 +325,20 @@ async def fetch_metrics(
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """State of scraping an engine."""
-
     server: str
     url: str
     access: Access = field(default=Access(), repr=False)
     dialect: str = ""
-    """Empty until its first report."""
     missing: tuple[str, ...] = ()
     error: str = ""
-    """Reason why the last scrape failed, if it did."""
     looks: int = 0
     failures: int = 0
     failures_in_a_row: int = 0
     last_s: float | None = None
-    """Time of the last report's request."""
     warned: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class MetricsWatch:
-    """Scraper of engines, each from ``follow`` until ``unfollow`` or ``close``."""
-
     def __init__(
         self,
         server_of: Callable[[str], Server | None],
@@ -370,12 +351,7 @@ class MetricsWatch:
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """Create a scraper without engines.
-
-        Args:
-            server_of: returns a server by name, None if it was removed.
-            read: called with the name of a server that has a new report.
-        """
+        """Create it. ``server_of`` returns None for a removed server; ``read`` is called after a new report."""
         self.watched: dict[str, Watched] = {}
         self._server_of = server_of
         self._fetch = fetch
@@ -388,7 +364,6 @@ class MetricsWatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, server: str, url: str, access: Access = Access()) -> Watched:  # noqa: B008 - immutable
-        """Scrape ``url`` for this server from now on, instead of any former URL."""
         self.unfollow(server)
         watched = self.watched[server] = Watched(server, url, access)
         self._tasks[server] = asyncio.create_task(self._keep_scraping(watched), name=f"metrics of {server}")

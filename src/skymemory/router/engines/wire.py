@@ -1,14 +1,11 @@
 """Decoder of engines' KV events (msgpack) to ``conductor.prefix_index.events``.
 
-vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack (msgspec's
-encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in the number of an event's fields, and
-in structs being arrays or maps. Both are read, missing fields have their defaults, new fields are skipped. Unknown
-kinds of events are counted.
+vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endian), and a batch
+(``vllm/distributed/kv_events.py``). Arrays and maps are read; missing fields have defaults, new fields are skipped,
+unknown events are counted.
 
-``pieces`` decodes a batch in pieces, so that a long batch neither blocks the event loop nor needs much memory. A short
-message is decoded at once (``decode``) and split. A long message is scanned in place: its events in order, each a few
-blocks at a time, and only these are decoded. So a message needs little more memory than its own bytes, and its reader
-can pause after each piece.
+``pieces`` scans a long message in place, a few blocks at a time: it takes little memory, and its reader can pause after
+each piece.
 
     batch     [ts, [event, ...], ...]   or the same as maps
     stored    [kind, hashes, parent, tokens, block size, ...]
@@ -28,32 +25,27 @@ from skymemory.conductor.prefix_index.events import (
     GPU,
     REMOTE,
     AllCleared,
-    Batch,
     BlocksRemoved,
     BlocksStored,
     Event,
+    EventBatch,
     medium_of,
 )
 from skymemory.errors import SkyMemoryError
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Longer messages are refused; a prompt of a million tokens takes 5 MB."""
+"""Limit; a prompt of a million tokens takes 5 MB."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""Limit above which the socket drops the connection."""
 MAX_EVENTS = 1 << 16
-"""Limit per batch, which is a step of an engine."""
 SHORT_BYTES = 32 << 10
-"""Length up to which messages are decoded at once: 0.5 ms."""
+"""Length decoded at once: 0.5 ms."""
 BLOCKS = 64
-"""Blocks in a piece of an event: 0.6 ms in the index."""
+"""Blocks in a piece: 0.6 ms in the index."""
 PIECE_TOKENS = 4096
-"""Tokens in a piece, if blocks are long."""
 MAX_BLOCK_TOKENS = 4096
-"""Limit per block (LMCache's chunks have 256); events with longer blocks are skipped."""
+"""Limit (LMCache's chunks have 256); events with longer blocks are skipped."""
 MAX_BLOCKS = 1 << 18
-"""Limit of stored and removed blocks per message: four million tokens in blocks of 16. At about 10 µs per block, this
-limit, not the message's length, bounds the time.
-"""
+"""Limit per message, which bounds its time at about 10 µs per block: four million tokens in blocks of 16."""
 STEPS = 4096
 """Values skipped between two pauses: 0.5 ms."""
 SEQUENCE_BYTES = 8
@@ -62,24 +54,21 @@ _Hash = int | bytes
 
 
 class MalformedEvents(SkyMemoryError, ValueError):
-    """The message is not a batch of events: from there on the engine's cache is unknown."""
+    """No batch of events: the engine's cache is then unknown."""
 
 
-class TooLong(MalformedEvents):
-    """A message longer than the limit."""
+class TooLong(MalformedEvents): ...
 
 
 class Tally(enum.Enum):
-    """Events that are only counted."""
-
     UNKNOWN = "unknown"
     UNUSABLE = "unusable"
-    """Stored blocks that cannot be hashed, since tokens are missing."""
+    """Stored blocks without tokens, which cannot be hashed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    batch: Batch
+    batch: EventBatch
     unknown: int
     unusable: int
 
@@ -175,7 +164,7 @@ def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def decode(sequence: int, payload: bytes) -> Decoded:
-    """Decode a batch at once. ``pieces`` reads long batches.
+    """Decode a short batch.
 
     Raises:
         MalformedEvents: no msgpack, or no batch.
@@ -200,7 +189,7 @@ def decode(sequence: int, payload: bytes) -> Decoded:
                 events.append(AllCleared())
     except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
         raise MalformedEvents(f"not a batch of KV events: {error}") from error
-    return Decoded(Batch(sequence, events), unknown, unusable)
+    return Decoded(EventBatch(sequence, events), unknown, unusable)
 
 
 def _is_map(data: bytes) -> bool:
@@ -209,7 +198,6 @@ def _is_map(data: bytes) -> bool:
 
 
 def _event(raw: bytes) -> _Wire | None:
-    """Decode an event; None: its kind is unknown."""
     mapped = _is_map(raw)
     try:
         wire: _Wire = (_event_map if mapped else _event_row).decode(raw)
@@ -222,7 +210,7 @@ def _event(raw: bytes) -> _Wire | None:
 
 
 def _medium(wire: _StoredRow | _StoredMap | _RemovedMap) -> str:
-    """Return the medium. A remote store is none of the server's own media, whatever its name."""
+    """Return the medium. A remote store is not the server's, whatever its name."""
     return REMOTE if wire.locality == REMOTE else wire.medium or GPU
 
 
@@ -268,15 +256,15 @@ _keys = msgspec.msgpack.Decoder(list[list[Any] | None])
 _timestamp = msgspec.msgpack.Decoder(float)
 
 Piece = Event | Tally | None
-"""An event or a part of it, an event that is only counted, or None: a pause."""
+"""An event or a part of it, a counted event, or None: a pause."""
 
 
 def pieces(payload: bytes) -> Iterator[Piece]:
-    """Yield the events of ``payload`` in order, and None after some time without an event: the reader can pause.
+    """Yield events in order, and None as a chance to pause.
 
     Raises:
-        TooLong: more than ``MAX_MESSAGE_BYTES`` (before the first piece), or more blocks than ``MAX_BLOCKS``.
-        MalformedEvents: no batch; valid pieces before the error were yielded.
+        TooLong: more than ``MAX_MESSAGE_BYTES`` (before the first piece), or ``MAX_BLOCKS``.
+        MalformedEvents: no batch; valid pieces were yielded.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
         raise TooLong(f"a batch of {len(payload)} B; at most {MAX_MESSAGE_BYTES} are read")
@@ -330,12 +318,10 @@ _FIXED |= {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 
 _FIXED |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
 _SIZES = bytes(_FIXED.get(first, 0) for first in range(256))
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Size of the length of byte strings, extensions (which have an additional byte) and text, by the first byte."""
+"""Size of the length of byte strings, extensions (with another byte) and text, by the first byte."""
 
 
 class _Long:
-    """Cursor in a long message."""
-
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
@@ -371,7 +357,6 @@ class _Long:
             yield from self._event()
 
     def _event(self) -> Iterator[Piece]:
-        """Scan the event for the positions of its fields, then decode them."""
         mapped, count = self._container()
         spans: dict[str, tuple[int, int]] = {}
         names: tuple[str, ...] = _FIELDS
@@ -465,7 +450,6 @@ class _Long:
     # The cursor
 
     def _container(self) -> tuple[bool, int]:
-        """Enter a list or map. Return True if it is a map, and its number of entries."""
         first = self._data[self._at]
         self._at += 1
         if first & 0xF0 in (0x80, 0x90):
@@ -490,7 +474,6 @@ class _Long:
         return _text.decode(self._data[start : self._at]) or ""
 
     def _enter(self, span: tuple[int, int]) -> int:
-        """Go to a list's first value; return the number of its values."""
         self._at = span[0]
         mapped, count = self._container()
         if mapped:
@@ -508,7 +491,7 @@ class _Long:
         return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
 
     def _pass_over(self, values: int) -> Iterator[None]:
-        """Skip values. A container's entries count as values that follow it, so nesting cannot overflow a stack."""
+        """Skip values. Entries of containers count as further values, so nesting cannot overflow a stack."""
         data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
         steps = 0
         while values:

@@ -1,7 +1,4 @@
-"""Bootstrap configuration of an Envoy that uses an endpoint picker: a dictionary, to be written as JSON.
-
-It is for Envoys outside Kubernetes, for the tests and the benchmark. Checked against Envoy 1.40.
-"""
+"""Bootstrap configuration of an Envoy outside Kubernetes with an endpoint picker. Checked against Envoy 1.40."""
 
 from __future__ import annotations
 
@@ -25,21 +22,21 @@ from skymemory.router.settings import RETRIABLE
 
 _TYPE = "type.googleapis.com/envoy"
 BUFFER_BYTES = 16 << 20
-"""Bytes that Envoy keeps of a request for a retry. A longer request is not retried."""
+"""Bytes kept of a request for a retry; longer requests are not retried."""
 MANY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Listener of Envoy, its picker, and its cluster of endpoints."""
+    """Listener of Envoy, its picker and endpoints."""
 
     name: str
     picker: str | None
-    """Address (``ip:port``); None: no picker, for the benchmark's comparison."""
+    """Address (``ip:port``); None: no picker, for comparison."""
     listen: str = "127.0.0.1:0"
     endpoints: tuple[str, ...] = ()
-    """All possible endpoints: required for fallback lists, for ``fail_open``, and without a picker. If empty, requests
-    go to the address that the picker names (a cluster of type ORIGINAL_DST).
+    """All endpoints, required for fallbacks, ``fail_open`` and no picker. If empty, Envoy uses the picker's addresses
+    (ORIGINAL_DST).
     """
     read_from: Literal["metadata", "header"] = "metadata"
     """Source of the endpoint. A client can send the header, but no metadata."""
@@ -48,25 +45,22 @@ class Entrance:
     retry_budget: float = 0.2
     """Concurrent retries as a share of the active requests."""
     retry_floor: int = 3
-    """Concurrent retries that are always allowed."""
     max_ejected: float = 0.5
-    """Largest share of ``endpoints`` that Envoy's outlier detection may eject."""
     fail_open: bool = False
-    """True to use ``endpoints`` in turn while the picker is down, instead of answering an error."""
+    """True to use ``endpoints`` in turn while the picker is down."""
     picker_tls: bool = False
     picker_ca: str | None = None
-    """Authority of the picker's certificate; None: any certificate is accepted."""
+    """Authority of its certificate; None: any certificate."""
     health_s: float = 1.0
-    """Period of Envoy's health checks of the picker. After two failures Envoy goes on without it: with full-duplex
-    bodies no other timeout ends a request that waits for a picker.
+    """Period of health checks of the picker. After two failures Envoy goes on without it: with full-duplex bodies no
+    other timeout ends a waiting request.
     """
     upload_s: float = 120.0
-    """Time for a client to send its request; a stream to the picker lasts as long."""
     filters_before: tuple[dict[str, Any], ...] = field(default=())
 
 
 def bootstrap(entrances: Sequence[Entrance]) -> dict[str, Any]:
-    """Return Envoy's configuration. Its admin page is on a free port of 127.0.0.1 (``--admin-address-path``)."""
+    """Return the configuration, with an admin page on a free port of 127.0.0.1."""
     clusters = [_servers(entrance) for entrance in entrances]
     clusters += [_picker(entrance) for entrance in entrances if entrance.picker is not None]
     return {
@@ -216,7 +210,7 @@ def _picker(entrance: Entrance) -> dict[str, Any]:
 
 
 def _no_limits(more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Lift Envoy's limits (1,024 requests), which would refuse long streams; the picker has its own."""
+    """Lift Envoy's limits (1,024 requests), which would refuse long streams."""
     return {"thresholds": [{"max_connections": MANY, "max_pending_requests": MANY, "max_requests": MANY, **more}]}
 
 
@@ -226,9 +220,7 @@ def _retry_budget(entrance: Entrance) -> dict[str, Any]:
 
 
 def _outliers(entrance: Entrance) -> dict[str, Any]:
-    """Return Envoy's passive health checks, as similar to ``failure`` as possible. Envoy always blames the server:
-    requests that kill servers eject up to ``max_ejected`` of them here.
-    """
+    """Return passive health checks, similar to ``failure``, but Envoy always blames the server."""
     return {
         "interval": "1s",
         "base_ejection_time": f"{REST_S[1]:g}s",  # times the number of ejections

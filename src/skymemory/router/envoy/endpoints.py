@@ -1,7 +1,4 @@
-"""Sources of endpoints: the settings, a file, or a DNS name.
-
-An endpoint is a backend whose name is its ``ip:port``, by which Envoy addresses it.
-"""
+"""Sources of endpoints: backends named by their ``ip:port``."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ from skymemory.router.settings import BOTH, Backend, PickerSettings
 _TRUTH = {"true": True, "false": False}
 
 
-class Source(Protocol):
+class EndpointSource(Protocol):
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return the current endpoints; None: they cannot be read now, and the last stay."""
+        """Return the endpoints; None: they cannot be read now."""
         ...
 
 
 def parse_endpoint(text: str) -> str:
-    """Return ``127.0.0.1:8000`` or ``[::1]:8000`` in its canonical form.
+    """Return an ``ip:port`` in its canonical form.
 
     Raises:
-        InvalidInput: neither, such as a host name (see ``NameSource``).
+        InvalidInput: anything else, such as a host name.
     """
     host, _, port = text.strip().rpartition(":")
     try:
@@ -48,20 +45,15 @@ def parse_endpoint(text: str) -> str:
 
 
 def endpoint(text: str) -> Backend:
-    """Return the backend at ``ip:port``.
-
-    Raises:
-        InvalidInput: no ``ip:port``.
-    """
     name = parse_endpoint(text)
     return Backend(url=f"http://{name}", name=name)
 
 
 def as_endpoint(backend: Backend) -> Backend:
-    """Name a backend of the settings by its address.
+    """Name a backend by its address.
 
     Raises:
-        InvalidInput: it is elastic, or has a host name, a path or TLS, which endpoints for Envoy cannot have.
+        InvalidInput: it is elastic, or has a host name, a path or TLS.
     """
     _check_fixed(backend)
     parts = urlsplit(backend.url)
@@ -96,7 +88,7 @@ class SettingsSource:
         """Replace the endpoints.
 
         Raises:
-            InvalidInput: a backend is not an endpoint for Envoy.
+            InvalidInput: not an endpoint for Envoy.
         """
         self._endpoints = tuple({backend.name: backend for backend in map(as_endpoint, backends)}.values())
 
@@ -105,9 +97,7 @@ class SettingsSource:
 
 
 class FileSource:
-    """File with an endpoint per line: ``IP:PORT``, then settings of a backend, such as ``events=tcp://10.0.0.7:5557
-    models=a,b``; comments begin with ``#``. It is read again when it changes.
-    """
+    """File with a line per endpoint: ``IP:PORT``, then a backend's settings (``models=a,b``); ``#`` begins comments."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
@@ -116,7 +106,7 @@ class FileSource:
         self._endpoints = self._read()
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return None while the file is missing or invalid: a half-written file removes no endpoint."""
+        """Return None while the file is invalid: a half-written file removes no endpoint."""
         try:
             status = self._path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size):
@@ -160,7 +150,7 @@ def _of_line(line: str) -> Backend:
 
 
 class NameSource:
-    """All addresses of a DNS name. A headless Service of Kubernetes (``clusterIP: None``) has one per ready pod."""
+    """All addresses of a DNS name: a headless Service has one per ready pod."""
 
     def __init__(self, name_and_port: str, warn: Callable[[str], None], role: str = BOTH) -> None:
         self._role = role
@@ -185,9 +175,9 @@ class NameSource:
 
 
 class BothSources:
-    """Endpoints of two sources, while both can be read. The first source takes precedence."""
+    """Endpoints of two sources, if both can be read."""
 
-    def __init__(self, first: Source, second: Source) -> None:
+    def __init__(self, first: EndpointSource, second: EndpointSource) -> None:
         self._sources = first, second
 
     async def endpoints(self) -> tuple[Backend, ...] | None:

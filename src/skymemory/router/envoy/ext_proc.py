@@ -1,13 +1,9 @@
-"""Requests of the endpoint picker. ``Exchange`` is an HTTP request and its response, as Envoy reports them on a gRPC
-stream (ext_proc). All exchanges share a ``PickerService``, which reads, picks, limits and counts.
+"""Requests of the endpoint picker, as Envoy reports them (ext_proc). No I/O.
 
-No I/O: ``ext_proc_server`` moves the messages, tests call ``receive``.
-
-1. The request's headers and body are collected. With full-duplex bodies, the protocol's mode, nothing is answered
-   before the end of the body. With buffered bodies Envoy waits for an answer to each message. If Envoy sends no body
-   before the headers are answered, the request is routed by load alone.
-2. The service picks a server (or queues the request). The answer names its endpoint, and returns the body unchanged.
-3. The response's messages update the request's account: status, first byte, usage.
+1. An ``ExtProcExchange`` collects headers and body. Full-duplex bodies are answered at their end, buffered bodies
+   message by message. If Envoy sends no body before an answer, the request is routed by load alone.
+2. ``PickerService`` picks a server (or queues the request).
+3. The response's messages update the request's account.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from itertools import chain
 
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.strategies.base import requests_at
 from skymemory.errors import missing_extra
 from skymemory.metrics import Counters
@@ -37,7 +33,7 @@ from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.splitting import fields_of, why_whole
 from skymemory.router.prompts.unpacking import is_packed, unpacked
-from skymemory.router.queue import Entry, QueueSettings, RequestQueue
+from skymemory.router.queue import QueueEntry, QueueSettings, RequestQueue
 from skymemory.router.request_account import DeferredWork, ObservedPair, RequestAccount, UsageReader
 from skymemory.router.settings import PickerSettings
 from skymemory.router.waiting_room import WaitingRoom
@@ -51,18 +47,13 @@ except ImportError as error:
 
 COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "ejections_total")
 RETRY_AFTER_S = 1
-"""Default for refusals."""
 WITHOUT_PROMPT = without_prompt()
-"""A request routed by load alone, since it has no known prompt, such as an embedding."""
 PIECE_COST_BYTES = 48
-"""Memory of a piece of a body in addition to its bytes."""
 RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding", "retry-after"))
 
 
 @dataclass(slots=True)
 class PickerService:
-    """State shared by all exchanges."""
-
     scheduler: Scheduler
     reader: PromptReader
     backends: Backends
@@ -70,17 +61,17 @@ class PickerService:
     most_body_bytes: int = 16 << 20
     counters: Counters = field(default_factory=Counters)
     thread_bytes: int | None = None
-    """Length from which bodies are read in a thread, since tokenizers take time; None: no body is."""
+    """Length from which threads read bodies; None: none."""
     streams: int = 0
     deferred: DeferredWork = field(init=False)
     queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
     room: WaitingRoom | None = None
-    """Queue for a server with room; None while the picker does not run: requests are refused."""
+    """Queue; None while the picker does not run: requests are refused."""
     alone: Scheduler | None = None
-    """Scheduler of requests that a single server serves; None if prefill and decode are not separate."""
+    """Scheduler of requests for a single server; None without roles."""
     refuses_unknown_paths: bool = False
     split_from: int = 0
-    """Number of missing tokens below which a decode server serves a prompt alone."""
+    """Missing tokens below which a decode server serves a prompt alone."""
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
@@ -111,7 +102,7 @@ class PickerService:
         """Parse a request.
 
         Raises:
-            ApiError: no engine could read it, or its path is unknown and refused.
+            ApiError: no engine could read it, or its path is refused.
         """
         known = _prompt_path(headers)
         if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _path(headers)):
@@ -119,7 +110,7 @@ class PickerService:
         return WITHOUT_PROMPT if known is None else self.reader.read(known, headers, body)
 
     def unpacked(self, headers: Mapping[str, str], body: bytes) -> bytes:
-        """Decompress the body of a prompt, which Envoy passes on as received.
+        """Decompress a prompt's body; Envoy passes it on as received.
 
         Raises:
             ApiError: it cannot be decompressed, or is too long then.
@@ -130,14 +121,13 @@ class PickerService:
         return unpacked(body, coding.encode("latin-1", "replace"), self.most_body_bytes)
 
     def splits(self, headers: Mapping[str, str], body: bytes) -> bool:
-        """Return True if one server can prefill the request and another answer it."""
         if self.alone is None or (path := _prompt_path(headers)) is None:
             return False
         fields = fields_of(body)
         return fields is not None and not why_whole(path, fields)
 
     def must_wait(self, request: Request, among: frozenset[str] | None, now_s: float) -> WaitingRoom | None:
-        """Return the waiting room if other requests wait or no server has room."""
+        """Return the waiting room if others wait or no server has room."""
         self.deferred.flush()
         room = self.room
         if room is None or not self.queue.settings.most_requests or not self.settings.max_requests:
@@ -146,22 +136,21 @@ class PickerService:
         return None if room.is_open_to(request, among) else room
 
     def poll_waiting_room(self) -> None:
-        """Let waiting requests go if a server has room again, after the deferred work that frees it."""
+        """Serve waiting requests after the deferred work that makes room."""
         if self.room is not None and len(self.queue):
             self.deferred.run(self.room.poll)
 
     def choose(
         self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False, client: str = ""
-    ) -> Placement:
+    ) -> ScheduledRequest:
         """Choose the server or servers of a request.
 
         Args:
-            splits: one server may prefill the request and another answer it; the placement has both if a prefill server
-            is up.
-            client: sender, whose failures keep it away from servers (``failure``).
+            splits: prefill and decode may be separate.
+            client: sender, whose failures keep it away from servers.
 
         Raises:
-            ApiError: no server may have it (503), or all are full or the admission rule refuses it (429).
+            ApiError: no server may have it (503), or all are full or admission refuses it (429).
         """
         self.backends.policy.on_request(client, now_s)
         avoid = self.backends.avoided(client, now_s)
@@ -197,18 +186,18 @@ class PickerService:
             self.counters.add("two_steps_total")
         return placement
 
-    def book(self, placement: Placement, now_s: float) -> RequestAccount:
+    def book(self, placement: ScheduledRequest, now_s: float) -> RequestAccount:
         if placement.decode is not None:
             return ObservedPair(self.scheduler, placement, now_s)
         return RequestAccount(self.alone or self.scheduler, placement, now_s, self.deferred)
 
     def endpoints(self, decision: Decision) -> str:
-        """Return ``ip:port`` of the chosen server and the fallbacks, best first. All are in the allowed subset."""
+        """Return ``ip:port`` of the server and the fallbacks, best first."""
         most = self.settings.fallbacks  # the decision sorts its fallbacks only when they are read
         return ",".join((decision.server, *decision.fallbacks[:most])) if most else decision.server
 
     def has_room(self, request: Request, among: frozenset[str] | None) -> bool:
-        """Return True if a server for the request is not full, or if none is up, which is an error at once."""
+        """Return True if a server for the request is not full, or none is up, which is an error at once."""
         serving, now_s = self.backends.serving(request), time.monotonic()
         if serving is not None:
             among = serving if among is None else among & serving
@@ -243,11 +232,11 @@ def _prompt_path(headers: Mapping[str, str]) -> str | None:
     return prompt_path if headers.get(":method") == "POST" else None
 
 
-class Exchange:
-    """A request and its response. ``receive`` every message of the stream, then call ``closed`` once."""
+class ExtProcExchange:
+    """A request and its response. ``receive`` every message, then call ``closed`` once."""
 
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
-        """Create it. ``later`` sends the answers of a request that had to wait for a server."""
+        """Create it. ``later`` sends the answers of a queued request."""
         self._service = service
         self._later = later
         self._turned_away = service.streams >= service.settings.max_streams
@@ -256,29 +245,22 @@ class Exchange:
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] = []
-        """Body in pieces as received: a growing buffer would be copied repeatedly, and fragment the heap."""
+        """Pieces as received: a growing buffer would be copied and fragment the heap."""
         self._body_bytes = 0
         self._whole: bytes | None = None
-        """Joined body, if a thread has read it: joining 16 MB again would block the event loop for some ms."""
+        """Body joined in a thread: 16 MB would block for some ms."""
         self._plain: bytes | None = None
-        """Decompressed body, if a thread has read it."""
         self._has_body = False
         self._answered = False
-        """True if the request was routed or refused."""
         self._read: Request | ApiError | None = None
         self._waiting: tuple[Request, bytes, bool, bool] | None = None
-        """Arguments of ``_route`` while it is queued: request, body, splits, trailers."""
-        self._entry: Entry | None = None
+        self._entry: QueueEntry | None = None
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
         self._attempts = Attempts("")
         self._usage: UsageReader | None = None
 
     def is_read_in_thread(self, message: ProcessingRequest) -> bool:
-        """Return True if ``message`` completes an unanswered request that takes long to read.
-
-        It is compressed (a few bytes may hold many), or has the length from which the service reads in a thread.
-        """
         service, last = self._service, message.request_body
         size = self._body_bytes + len(last.body)
         ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
@@ -289,7 +271,7 @@ class Exchange:
         return service.thread_bytes is not None and service.thread_bytes <= size
 
     def read_whole(self, message: ProcessingRequest) -> Request | ApiError:
-        """Read the request that ``message`` completes, in a thread, before ``receive``. Errors are returned."""
+        """Read the request that ``message`` completes, in a thread. Errors are returned."""
         self._whole = b"".join((*self._body, message.request_body.body))
         try:
             self._plain = self._service.unpacked(self._headers, self._whole)
@@ -307,11 +289,8 @@ class Exchange:
     def receive(
         self, message: ProcessingRequest, now_s: float, read: Request | ApiError | None = None
     ) -> Iterable[bytes]:
-        """Process a message of Envoy. ``read`` is the result of ``read_whole``; None: the request is read here.
-
-        Returns:
-            The encoded messages to send now: a tuple, empty if further messages must come first. For a long body it is
-            an iterator, which encodes each piece on demand.
+        """Process a message; return the messages to send, for a long body encoded on demand. ``read``: result of
+        ``read_whole``.
         """
         self._read = read
         if message.HasField("protocol_config"):
@@ -339,17 +318,15 @@ class Exchange:
         return ()
 
     def held_bytes(self) -> int:
-        """Return the memory of an incomplete body."""
         return self._body_bytes + PIECE_COST_BYTES * len(self._body)
 
     def too_much(self) -> Iterable[bytes]:
-        """Refuse the request: the memory for incomplete bodies is full, and its body is among the longest."""
+        """Refuse the request: the memory for bodies is full."""
         if self._answered:
             return ()
         return self._refuse(self._busy(503, "the picker's memory for request bodies is full; try again"))
 
     def closed(self, now_s: float) -> None:
-        """Close the stream: the exchange is complete, or the client or Envoy disconnected."""
         self._service.streams -= 1
         if self._waiting is not None and self._entry is not None and self._service.room is not None:
             self._waiting = None
@@ -406,7 +383,7 @@ class Exchange:
         return self._choose(now_s) if body.end_of_stream or self._request_mode == say.BUFFERED else ()
 
     def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
-        """Read the request, and route or queue it. ``blind``: Envoy sends the body only after this is answered."""
+        """Read the request, then route or queue it. ``blind``: Envoy sends the body only after this is answered."""
         if self._read is not None and self._whole is not None:
             body, plain = self._whole, self._plain
         else:
@@ -575,5 +552,4 @@ class Exchange:
 
 
 def _client(request: Request, headers: Mapping[str, str]) -> str:
-    """Return the sender: the tenant, or else the client address that Envoy reports."""
     return request.tenant or headers.get("x-forwarded-for", "").rpartition(",")[2].strip()

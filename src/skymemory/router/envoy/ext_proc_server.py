@@ -1,4 +1,4 @@
-"""gRPC server around ``ext_proc``: streams, health checks, TLS, and a graceful stop."""
+"""gRPC server around ``ext_proc``: streams, health checks, TLS, graceful stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ try:
         UNAVAILABLE,
         UNKNOWN,
         Answers,
-        Call,
+        GrpcCall,
         GrpcServer,
     )
 except ImportError as error:
@@ -32,7 +32,7 @@ except ImportError as error:
 
 from skymemory.addresses import host_and_port
 from skymemory.router.api_error import ApiError
-from skymemory.router.envoy.ext_proc import Exchange, PickerService
+from skymemory.router.envoy.ext_proc import ExtProcExchange, PickerService
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
 from skymemory.router.tls import PemCertificate, grpc_context
 
@@ -43,11 +43,11 @@ HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
 """Length from which bodies are read one at a time: reading takes about five times their length of memory."""
 SPARE_STREAMS = 1_000
-"""Calls per connection in addition to ``max_streams``, for 429 responses and health checks."""
+"""Calls beyond ``max_streams``, for 429 responses and health checks."""
 
 
 class PickerServer:
-    """Server of the picker. Call ``start``, then ``ready`` once endpoints are known, then ``stop``."""
+    """Server of the picker. Call ``start``, ``ready``, then ``stop``."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class PickerServer:
         """Create the server.
 
         Args:
-            listen: ``ip:port``; port 0 takes a free port, then in ``port``.
-            health_listen: address of health checks without TLS, since Kubernetes' own probes have none.
+            listen: port 0 takes a free port, then in ``port``.
+            health_listen: health checks without TLS, for Kubernetes' probes.
         """
         self._service = service
         self._listen = listen
@@ -83,7 +83,7 @@ class PickerServer:
         long_bodies = asyncio.Lock()
         methods = {
             **self._health.methods(),
-            f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers, long_bodies),
+            f"/{SERVICE}/Process": lambda answers: _ExtProcStream(self._service, answers, long_bodies),
         }
         # Envoy's pieces are at most its buffer, by default 1 MiB.
         server = self._grpc_server(
@@ -99,7 +99,6 @@ class PickerServer:
         self._set_ready(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Report that it is not ready, then give requests in flight ``grace_s`` to end."""
         self._set_ready(False)
         self._health.close()
         for listener in self._listeners:
@@ -108,7 +107,7 @@ class PickerServer:
         self._service.close()
 
     def _grpc_server(
-        self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int
+        self, methods: Mapping[str, Callable[[Answers], GrpcCall]], most_bytes: int, most_streams: int
     ) -> GrpcServer:
         server = GrpcServer(
             methods,
@@ -137,18 +136,15 @@ class PickerServer:
         return int(listener.sockets[0].getsockname()[1])
 
     def _set_ready(self, ready: bool) -> None:
-        """Set the state under the protocol's names, and the empty name of probes that send none."""
         for name in ("", READINESS, SERVICE):
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
 
-class _Stream(Call):
-    """An exchange as a gRPC call."""
-
+class _ExtProcStream(GrpcCall):
     def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
         """Create it. ``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
         self._service, self._answers, self._long_bodies = service, answers, long_bodies
-        self._exchange: Exchange | None = Exchange(service, self._send)
+        self._exchange: ExtProcExchange | None = ExtProcExchange(service, self._send)
         self._reading: asyncio.Task[None] | None = None
 
     def message(self, data: bytes) -> None:
@@ -192,7 +188,7 @@ class _Stream(Call):
         else:
             self._answers.send_all(answers)
 
-    async def _read_in_thread(self, exchange: Exchange, message: ProcessingRequest) -> None:
+    async def _read_in_thread(self, exchange: ExtProcExchange, message: ProcessingRequest) -> None:
         many = self._long_bodies is not None and exchange.may_be_longer_than(LONG_BODY_BYTES)
         try:
             async with self._long_bodies if many and self._long_bodies is not None else nullcontext():
@@ -211,13 +207,11 @@ class _Stream(Call):
 
 
 class HealthBook:
-    """State of each service name, and its watchers."""
-
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
         self._watches: set[_Watch] = set()
 
-    def methods(self) -> Mapping[str, Callable[[Answers], Call]]:
+    def methods(self) -> Mapping[str, Callable[[Answers], GrpcCall]]:
         service = "/grpc.health.v1.Health"
         return {
             f"{service}/Check": lambda answers: _Check(self, answers),
@@ -246,7 +240,7 @@ class HealthBook:
         self._watches.discard(watch)
 
 
-class _Check(Call):
+class _Check(GrpcCall):
     def __init__(self, book: HealthBook, answers: Answers) -> None:
         self._book, self._answers = book, answers
 
@@ -268,7 +262,7 @@ class _Check(Call):
         pass
 
 
-class _Watch(Call):
+class _Watch(GrpcCall):
     name: str | None = None
 
     def __init__(self, book: HealthBook, answers: Answers) -> None:

@@ -1,10 +1,7 @@
-"""Encoding of the endpoint picker's messages to Envoy, and access to fields of Envoy's messages. Stateless.
+"""Messages to and from Envoy, in the endpoint picker protocol of the Gateway API inference extension (proposal 004,
+v1.0.0) on ``envoy.service.ext_proc.v3``.
 
-The protocol is the "endpoint picker protocol" of the Gateway API inference extension (proposal 004, v1.0.0), on top of
-Envoy's external processing service (``envoy.service.ext_proc.v3``).
-
-Most messages are constant and encoded once. The message around a piece of a body is encoded by hand: building it of
-five protobuf objects took as long as picking a server.
+Pieces of bodies are encoded by hand: protobuf took as long as picking a server.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from skymemory.router.prefillers import HEADER, LATER_HEADER
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
-"""Services of the gRPC health protocol, in addition to ``SERVICE``."""
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
@@ -45,7 +41,7 @@ ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"
 UPSTREAM_ADDRESS, CODE_DETAILS = "upstream.address", "response.code_details"
 FROM_UPSTREAM = "via_upstream"
 PIECE_BYTES = 62_000
-"""Bytes of a body per message. Envoy recommends at most 64 KiB, including the message around it."""
+"""Bytes of a body per message. Envoy recommends at most 64 KiB in all."""
 
 OVERWRITE = HeaderValueOption.HeaderAppendAction.Value("OVERWRITE_IF_EXISTS_OR_ADD")
 BODY_MODE = ProcessingMode.BodySendMode
@@ -54,7 +50,7 @@ BUFFERED = BODY_MODE.Value("BUFFERED")
 
 
 def headers_of(headers: HttpHeaders) -> dict[str, str]:
-    """Return headers by lower-case names; values of a repeated header are joined by commas."""
+    """Return headers by lower-case names; repeated values are joined by commas."""
     values: dict[str, str] = {}
     for header in headers.headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -63,7 +59,6 @@ def headers_of(headers: HttpHeaders) -> dict[str, str]:
 
 
 def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]:
-    """Return only the named headers, which must not be repeated."""
     return {
         key: header.raw_value.decode("latin-1") or header.value
         for header in headers.headers.headers
@@ -72,10 +67,7 @@ def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """Return the endpoints that may be picked; None: all. An empty subset allows none.
-
-    The protocol has a list; some data planes send a string with commas.
-    """
+    """Return the endpoints that may be picked; None: all. Some data planes send a string instead of a list."""
     metadata = message.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
         return None
@@ -85,7 +77,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 def served_of(message: ProcessingRequest) -> str:
-    """Return the endpoint that served the request, by the protocol's metadata or Envoy's attribute; empty: unknown."""
+    """Return the endpoint that served the request, or nothing."""
     metadata = message.metadata_context.filter_metadata
     if METADATA_NAMESPACE in metadata and SERVED in metadata[METADATA_NAMESPACE].fields:
         return str(metadata[METADATA_NAMESPACE].fields[SERVED].string_value)
@@ -93,7 +85,7 @@ def served_of(message: ProcessingRequest) -> str:
 
 
 def is_envoys_own(message: ProcessingRequest) -> bool | None:
-    """Return True if Envoy itself made the response, since no server answered; None: unknown."""
+    """Return True if Envoy itself made the response; None: unknown."""
     details = _attribute(message, CODE_DETAILS)
     return details != FROM_UPSTREAM if details else None
 
@@ -106,7 +98,6 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
 
 
 def is_unconnected(message: ProcessingRequest) -> bool:
-    """Return True if Envoy got no connection, so that no server has read the request."""
     details = _attribute(message, CODE_DETAILS)
     return any(word in details for word in ("connection_failure", "connection_timeout", "no_healthy_upstream"))
 
@@ -172,8 +163,8 @@ def request_headers(endpoints: str = "", prefiller: str | None = None) -> bytes:
     """Return the answer to a request's headers.
 
     Args:
-        endpoints: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read either.
-        prefiller: server that the sidecar asks for the prefill; empty: none; None: there are no sidecars.
+        endpoints: ``ip:port[,ip:port]``, as header and metadata: data planes read either.
+        prefiller: server for the sidecar's prefill; empty: none; None: no sidecars.
     """
     mutation, metadata = _destination(endpoints, prefiller)
     return _encoded(ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata))
@@ -181,7 +172,6 @@ def request_headers(endpoints: str = "", prefiller: str | None = None) -> bytes:
 
 @lru_cache(maxsize=4096)
 def request_body(endpoints: str = "", prefiller: str | None = None) -> bytes:
-    """Return the answer to a buffered body, which is passed on unchanged. Arguments as in ``request_headers``."""
     mutation, metadata = _destination(endpoints, prefiller)
     body = BodyResponse(response=CommonResponse(header_mutation=mutation))
     return _encoded(ProcessingResponse(request_body=body, dynamic_metadata=metadata))
@@ -223,7 +213,7 @@ _LAST_PIECE = _tag(StreamedBodyResponse, "end_of_stream", 0) + b"\x01"
 
 @lru_cache(maxsize=4096)
 def _before(tags: tuple[bytes, ...], size: int, behind: int) -> bytes:
-    """Return the encoded message up to a piece of ``size`` bytes, after which ``behind`` bytes follow."""
+    """Return the message up to a piece of ``size`` bytes; ``behind`` bytes follow."""
     innermost, *outer = tags
     prefix = innermost + _varint(size) if size else b""  # protobuf omits empty fields
     for tag in outer:

@@ -42,8 +42,6 @@ COUNTERS = {
 
 
 class PickerCollector(Collector):
-    """Collector of the service's counters and the servers' state, read on a scrape."""
-
     def __init__(self, service: PickerService) -> None:
         self._service = service
 
@@ -76,8 +74,6 @@ class PickerCollector(Collector):
 
 
 class MetricsPage:
-    """``GET /metrics`` on its own address."""
-
     def __init__(self, service: PickerService, listen: str, collectors: Iterable[Collector] = ()) -> None:
         self._registry = CollectorRegistry()
         for collector in (PickerCollector(service), QueueFigures(service.queue, "skymemory_epp"), *collectors):

@@ -1,9 +1,8 @@
-"""Endpoint picker as a process: it follows its endpoints, reloads settings, and drains before it stops.
+"""Endpoint picker as a process.
 
-1. ``serve`` reads the settings and builds an ``EndpointPicker`` (``endpoint_picker``).
-2. ``run`` listens, and refreshes the endpoints until it stops. The picker is ready as soon as it knows endpoints and
-   has loaded what the last process had learned about them.
-3. SIGHUP or a changed file reloads what can change without a restart; SIGTERM drains.
+1. ``serve`` reads the settings and builds an ``EndpointPicker``.
+2. ``run`` listens and refreshes the endpoints. It is ready once it knows endpoints and has loaded the index.
+3. SIGHUP or a changed file reloads some settings; SIGTERM drains.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch, fetch
 from skymemory.router.envoy.endpoints import (
     BothSources,
+    EndpointSource,
     FileSource,
     NameSource,
     SettingsSource,
-    Source,
     completed,
 )
 from skymemory.router.envoy.ext_proc import PickerService
@@ -51,7 +50,7 @@ log = logging.getLogger("skymemory.router")
 TOKENIZED_IN_THREAD_BYTES = 16 << 10
 """Length of about 5 ms of tokenizing, twenty times the cost of a thread."""
 IN_THREAD_BYTES = 256 << 10
-"""Length of about 0.7 ms of reading without a tokenizer. The longest bodies occupy a thread for 50 ms."""
+"""Length of about 0.7 ms of reading. The longest bodies occupy a thread for 50 ms."""
 _RELOADED = {
     "refresh_s",
     "events_port",
@@ -65,18 +64,17 @@ _RELOADED = {
 
 
 class EndpointPicker:
-    """Endpoint picker that runs until an event is set. ``say`` prints a line for the operator."""
+    """Endpoint picker that runs until an event is set. ``say`` prints for the operator."""
 
     def __init__(
         self,
         service: PickerService,
-        source: Source,
+        source: EndpointSource,
         settings: Settings,
         say: Callable[[str], None],
         prefix_state: PrefixState | None = None,
         certificate: PemCertificate | None = None,
     ) -> None:
-        """Create it. ``prefix_state`` loads, saves and shares the strategy's index; None: it starts empty."""
         picker = settings.picker
         self.settings = self.at_start = settings
         self.service = service
@@ -132,7 +130,7 @@ class EndpointPicker:
                     await self._prefix_state.close(keep=self._begun)
 
     def reset(self, settings: Settings) -> None:
-        """Apply changed settings, as far as possible without a restart.
+        """Apply changed settings that need no restart.
 
         Raises:
             InvalidInput: a backend is not an endpoint for Envoy; nothing has changed.
@@ -222,7 +220,6 @@ def configure_queue(service: PickerService, settings: Settings) -> None:
 
 
 def needs_restart(now: Settings, then: Settings) -> list[str]:
-    """Return the changed settings that a running picker cannot apply."""
     parts = ("strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
     fixed = [name for name in parts if getattr(now, name) != getattr(then, name)]
     if now.splits != then.splits:
@@ -236,7 +233,7 @@ def needs_restart(now: Settings, then: Settings) -> list[str]:
     ]
 
 
-def _source(settings: Settings, say: Callable[[str], None]) -> Source:
+def _source(settings: Settings, say: Callable[[str], None]) -> EndpointSource:
     picker = settings.picker
     if [bool(settings.backends), picker.endpoints is not None, bool(picker.discover)].count(True) != 1:
         raise InvalidInput(
@@ -257,7 +254,6 @@ def _source(settings: Settings, say: Callable[[str], None]) -> Source:
 
 
 def _check_events(settings: Settings, prefix_state: PrefixState) -> None:
-    """Refuse a strategy that needs KV events without them, and events that no strategy uses."""
     picker, name = settings.picker, prefix_state.scorer.name
     if event_index(prefix_state.scorer) is None:
         if picker.events_port or picker.replay_port:
@@ -281,7 +277,6 @@ def _certificate(picker: PickerSettings) -> PemCertificate | None:
 
 
 def reload(picker: EndpointPicker, read: Callable[[], Settings]) -> None:
-    """Read and apply the settings; invalid settings change nothing."""
     try:
         settings = read()
         fixed = needs_restart(settings, picker.at_start)
@@ -304,7 +299,7 @@ async def serve(
     read_keys: Callable[[Path], KeyRing],
     started: Callable[[EndpointPicker], None],
 ) -> None:
-    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads the settings.
+    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads.
 
     Raises:
         SkyMemoryError: an address cannot be bound, or settings are invalid.

@@ -1,1 +1,1 @@
-"""Blame for failures, retries, and servers that get no requests. Pure: ``now_s`` is an argument."""
+"""Blame for failures, retries, and ejection. Pure: ``now_s`` is an argument."""

@@ -1,8 +1,4 @@
-"""Limits of retries: the sends of a request, and the share of retries among all requests.
-
-``Sends`` counts each time a request's bytes are sent: a replay on a new connection as well as an attempt at another
-server. The ``RetryBudget`` of all requests ensures that a failed fleet gets little more than its usual load.
-"""
+"""Limits of retries: the sends of a request, and the share of retries among all requests."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections import deque
 from typing import Protocol
 
 WINDOW_S = 10
-"""Window of the comparison, as in Finagle's budget."""
+"""Window, as in Finagle's budget."""
 FIRST_S, MOST_S = 0.025, 0.25
 """First and maximum back-off; Envoy's ``base_interval`` and ``max_interval``."""
 
@@ -32,14 +28,13 @@ class Sends:
         return self.most - self.count
 
     def take(self) -> bool:
-        """Count a send. Return False if it is not allowed."""
+        """Count a send, if allowed."""
         if self.count >= self.most:
             return False
         self.count += 1
         return True
 
     def take_back(self) -> None:
-        """Uncount a send that was not executed."""
         self.count -= 1
 
 
@@ -47,8 +42,8 @@ class RetryBudget:
     """Limit of retries: ``share`` of the requests of the last ten seconds or in flight, whichever is more; at least
     ``floor``.
 
-    Envoy compares with the requests in flight alone: if a server answers errors at once, few are in flight, and its
-    floor of three concurrent retries lets each request be sent three times.
+    Envoy counts only requests in flight. These are few if servers fail at once, and its floor of three then lets each
+    request be sent three times.
     """
 
     def __init__(self, share: float = 0.2, floor: int = 3) -> None:
@@ -67,7 +62,7 @@ class RetryBudget:
         self._ended += 1
 
     def take(self, now_s: float, *, is_free: bool = False) -> bool:
-        """Count a retry. Return False if it is not allowed. ``is_free``: allow it anyway."""
+        """Count a retry, if allowed."""
         second = self._second(now_s)
         requests = self._begun - min(self._seconds[0][1], self._ended)  # begun in the window, or in flight
         if not is_free and self._retries + 1 > max(self.floor, self.share * requests + 1e-9):
@@ -88,8 +83,8 @@ class RetryBudget:
 
 
 def backoff_s(number: int, random: RandomNumbers) -> float:
-    """Return the back-off before retry ``number`` (from 1). It doubles; a random half is left out, so that requests
-    that failed together are not retried together.
+    """Return the back-off before retry ``number`` (from 1). It doubles; up to half is left out at random, to separate
+    joint failures.
     """
     bound_s: float = min(MOST_S, FIRST_S * 2.0 ** min(number - 1, 16))
     return bound_s * (0.5 + 0.5 * random.random())

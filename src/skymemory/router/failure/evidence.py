@@ -1,9 +1,9 @@
-"""Blame for failures: a failure counts against the pair of request and server until more is known.
+"""Blame for failures: each counts against the pair of request and server until more is known.
 
-1. A request that failed at a server and was answered by another server proves the first server's fault.
-2. A request that failed at two servers is suspect: its failures are taken back from both, until a third server answers.
-3. A client's failures keep its own requests away from a server. All requests stay away if two clients have failed
-   there, or if one client sends all requests.
+1. Another server's answer proves the failure.
+2. Failures at two servers are taken back until a third answers.
+3. A client's failures keep its own requests away; all stay away if two clients failed there, or one client sends all
+   requests.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from types import MappingProxyType
 from skymemory.router.failure.faults import RULES, Fault
 
 REST_S = (1.0, 3.0, 9.0, 27.0, 60.0)
-"""Rest after the first, second, … failure without a good answer in between, before a request probes the server. Envoy's
-outlier detection begins with five failures and 30 s.
-"""
+"""Rest after the first, second, … failure in a row. Envoy begins with five failures and 30 s."""
 MOST_FAILURES = 32
 EJECTING = 3
-"""Failed requests that eject a server."""
 EJECTING_SILENT = 2
-"""Unanswered requests that eject a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +28,8 @@ class Failure:
     at_s: float
     wait_s: float = 0.0
     is_proven: bool = False
-    """True if another server answered the request."""
     is_lost: bool = False
-    """True if a silence was twice as long as needed to count."""
     is_final: bool = False
-    """True if the request ended with it."""
 
     @property
     def accuses(self) -> bool:
@@ -53,11 +46,9 @@ NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
 
 
 class Attempts:
-    """Attempts of a request; the sender is a subclass."""
-
     # Class attributes as defaults: hardly any request fails.
     heard_s: float = float("-inf")
-    """Time of the answer's last piece, set by the receiver."""
+    """Time of the answer's last piece."""
     failed: Mapping[str, Failure] = NO_FAILURES
     retries: Mapping[Fault, int] = NO_RETRIES
 
@@ -66,7 +57,7 @@ class Attempts:
         """Tenant or address."""
 
     def move_on(self, server: str, why: str) -> None:
-        """Leave an ejected server, if nothing of its answer has arrived."""
+        """Leave an ejected server before its answer begins."""
 
     def add_failure(self, server: str, failure: Failure) -> None:
         self.failed = {**self.failed, server: failure}
@@ -114,9 +105,7 @@ class Evidence:
         self.cleared_s = now_s
 
     def acquit(self, since_s: float) -> None:
-        """Drop broken connections before a good check that started at ``since_s``, unless another server answered the
-        request.
-        """
+        """Drop unproven broken connections before a good check begun at ``since_s``."""
         for attempts, failure in list(self.failures.items()):
             if failure.fault in (Fault.RESET, Fault.UNCONNECTED) and not failure.is_proven and failure.at_s <= since_s:
                 del self.failures[attempts]
@@ -134,7 +123,7 @@ class Evidence:
         return any(failure.is_proven and failure.accuses for failure in self.failures.values())
 
     def binding(self, client: str | None, clients: int) -> list[Failure]:
-        """Return the failures that count for a client (None: for all); ``clients`` have to agree."""
+        """Return the failures that count for a client (None: all); ``clients`` must agree."""
         failures = list(self.failures.values())
         certain = [failure for failure in failures if not RULES[failure.fault].is_of_pair]
         if certain or len({failure.client for failure in failures}) >= clients:
@@ -142,7 +131,6 @@ class Evidence:
         return [failure for failure in failures if failure.client == client]
 
     def rests_until_s(self, client: str | None, clients: int) -> float:
-        """Return the end of the rest for a client's requests; minus infinity: no rest."""
         failures = self.binding(client, clients)
         if not failures:
             return float("-inf")
@@ -150,7 +138,7 @@ class Evidence:
         return max(failure.at_s + max(rest_s, failure.wait_s) for failure in failures)
 
     def ejects(self, clients: int) -> str:
-        """Return the reason to eject the server; empty: none."""
+        """Return the reason to eject the server, or nothing."""
         # A request that is still being retried elsewhere may prove to be the cause.
         settled = (failure for failure in self.binding(None, clients) if failure.is_settled)
         accusing = [failure for failure in settled if failure.accuses]

@@ -1,6 +1,6 @@
-"""Faults of an attempt, with a rule for each: its retries at other servers, and its blame.
+"""Faults of an attempt, their retries and their blame.
 
-``RULES`` is the complete table; docs/reference/router.md is generated from it.
+docs/reference/router.md is generated from ``RULES``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from types import MappingProxyType
 
 
 class Fault(StrEnum):
-    """Reason why an attempt gave no usable answer."""
-
     REFUSED = "refused"
     UNCONNECTED = "unconnected"
     RESET = "reset"
@@ -55,7 +53,6 @@ RULES: Mapping[Fault, Rule] = MappingProxyType(
 
 
 def fault_of(status: int, retry_after: bool = False) -> Fault | None:
-    """Return the fault of a response's status; None: no fault."""
     if status == 429 or (status == 503 and retry_after):
         return Fault.BUSY
     if status == 503:
@@ -66,10 +63,9 @@ def fault_of(status: int, retry_after: bool = False) -> Fault | None:
 
 
 MOST_RETRY_AFTER_S = 60.0
-"""Maximum of a server's ``Retry-After``."""
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return the seconds of ``Retry-After``; None: absent, a date, or no number of at most nine digits."""
+    """Return the seconds of ``Retry-After``; None: no number of at most nine digits."""
     digits = value.strip()
     return min(float(digits), MOST_RETRY_AFTER_S) if digits.isdigit() and len(digits) <= 9 else None

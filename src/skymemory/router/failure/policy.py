@@ -1,19 +1,16 @@
-"""Selection of servers that get no requests, from health checks and the results of requests.
+"""Selection of servers that get no requests, from health checks and requests.
 
-1. ``on_sent``, ``on_answer``, ``on_fault``, ``on_dropped`` report each attempt; ``on_check`` each health check.
-2. ``avoided`` names servers that a client's next request should not use: those that rest after failures (``evidence``),
-   those that are silent (``silence``) or ten times slower than the others, and those that refuse connections.
-3. ``take_decisions`` returns the changes since: servers that are ejected or return, checks that are wanted at once,
-   requests that move to another server.
+1. ``on_sent``, ``on_answer``, ``on_fault``, ``on_dropped`` report attempts; ``on_check`` health checks.
+2. ``avoided`` names servers that rest after failures (``evidence``), are silent (``silence``), ten times slower than
+   others, or refuse connections.
+3. ``take_decisions`` returns what changed since.
 
-A failed request only requests a check. A server is ejected by ``failures`` failed checks in a row; by a single failed
-check if requests have failed there, too; or by failures of several requests and clients. It returns after ``successes``
-good checks; a server ejected by requests alone returns after its rest. Then one request at a time probes it until it
-answers.
+A server is ejected by ``failures`` failed checks in a row; by a single failed check if requests failed, too; or by
+failures of several requests and clients. It returns after ``successes`` good checks or, if ejected by requests alone,
+its rest. Then single requests probe it.
 
-At most ``max_ejected`` of a fleet's servers are out. Beyond that, all are used (Envoy's panic threshold), except those
-that no check can connect to. If no other server is left, servers that refuse connections are used: an attempt costs
-nothing, and they may have restarted.
+At most ``max_ejected`` of a fleet are out. Beyond that all are used (Envoy's panic threshold), except those that no
+check can connect to. As a last resort, servers that refuse connections are tried: they may have restarted.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from skymemory.router.failure.silence import (
     LEAST_SILENT_S,
     LEAST_WHOLE_SILENT_S,
     WHOLE,
-    Sent,
+    SentRequest,
     UsualWait,
     expected_s,
     lost_after_s,
@@ -41,36 +38,30 @@ from skymemory.router.failure.silence import (
 )
 
 REFUSED_S = 1.0
-"""Time to skip a server that refused a connection."""
 CLIENTS_S = 60.0
-"""If two clients were active within this time, two have to fail at a server before others avoid it."""
+"""Window of client activity: if two clients were active, two must fail at a server before others avoid it."""
 SWEEP_S = 0.02
-"""Minimum time between sweeps."""
 NEW_S = 5.0
-"""Time in which a server without any answer gets one request at a time."""
+"""Time in which an unproven server gets one request at a time."""
 CHECK_S = 0.1
-"""Minimum time between requested checks."""
 QUIET_CHECK_S = 1.0
-"""Period of checks of a quiet server."""
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
 """Slow servers: factor over the median; minimum answers and servers; period."""
 LEAST_USUAL_S = 0.001
-"""Minimum expected wait: smaller differences are noise."""
 BEGIN_S = 0.001
-"""Pieces within this time are the beginning of an answer."""
 MOST_AGE_S = 120.0
 NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FailureLimits:
     failures: int = 3
     successes: int = 2
     max_ejected: float = 0.5
 
 
-class Decision(NamedTuple):
-    """``kind``: "eject", "return", "use" or "leave" (it gets requests or not), "check" (now) or "move"."""
+class ServerDecision(NamedTuple):
+    """``kind``: "eject", "return", "use", "leave" (no requests), "check" (now) or "move"."""
 
     kind: str
     server: str
@@ -114,25 +105,22 @@ class _Record:
     def __init__(self, name: str, group: object) -> None:
         self.name, self.group = name, group
         self.evidence = Evidence()
-        self.unanswered: dict[Attempts, Sent] = {}
+        self.unanswered: dict[Attempts, SentRequest] = {}
         """Oldest first."""
         self.streams: dict[Attempts, tuple[float, float]] = {}
-        """Unfinished answers: time of sending and of the first byte."""
+        """Times of sending and of the first byte."""
         self.flowing_s = -math.inf
-        """Time when a stream last ended well."""
         self.alive_s = self.checked_s = -math.inf
-        """Time of the last answer; start of the last good check."""
+        """Last answer; start of the last good check."""
         self.has_metrics, self.working_s = False, -math.inf
-        """True if metrics are read; time when they last showed work."""
+        """True if metrics are read; time of their last progress."""
         self.is_new = self.is_last_resort = True
         self.is_quiet = False
         self.probe: Attempts | None = None
-        """Request that probes it after a rest."""
         self.refused_until_s = self.slow_until_s = self.asked_s = -math.inf
         self.answers, self.slowness = 0, 0.0
-        """Answers since the last comparison; sum of waits over expected waits."""
+        """Since the last comparison: answers; sum of waits over expected waits."""
         self.is_check_due = False
-        """True if a check is wanted, but the last was too recent."""
         self.failed_checks = self.good_checks = 0
         self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
         """By checks: unhealthy; refused a connection since; not connected or refused at the last check. By all:
@@ -145,20 +133,19 @@ class _Record:
 class FailurePolicy:
     """Policy of a router. Not thread-safe; ``now_s`` must not decrease."""
 
-    def __init__(self, limits: Limits = Limits(), *, are_checked: bool = True) -> None:
-        """``are_checked``: ``on_check`` is called. Otherwise rests end by themselves."""
+    def __init__(self, limits: FailureLimits = FailureLimits(), *, are_checked: bool = True) -> None:
+        """Create a policy. Without ``are_checked``, rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _Record] = {}
         self.doubted: dict[str, _Record] = {}
-        """Servers that ``avoided`` examines; if there are none, it only sweeps."""
         self._waits = tuple(UsualWait() for _ in KINDS)
         self._gaps = UsualWait()
         self._usual_s = [LEAST_USUAL_S for _ in KINDS]
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self.sweep_s = 0.0
-        self.decisions: list[Decision] = []
+        self.decisions: list[ServerDecision] = []
 
     # -- membership
 
@@ -167,8 +154,7 @@ class FailurePolicy:
 
         Args:
             group: fleet, of which a share may be ejected.
-            is_last_resort: try it if all servers refuse connections. False: an attempt would cost another server's
-                work.
+            is_last_resort: try it if all refuse. False: an attempt would cost another server's work.
         """
         record = self._records.get(name)
         if record is None:
@@ -184,7 +170,6 @@ class FailurePolicy:
         return record is not None and record.is_ejected
 
     def is_refusing(self, name: str) -> bool:
-        """Return True if it is ejected, and refused the last check."""
         record = self._records.get(name)
         return record is not None and record.is_ejected and record.is_refusing
 
@@ -199,7 +184,7 @@ class FailurePolicy:
         record = self._records.get(server)
         if record is None:
             return
-        record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
+        record.unanswered[attempts] = tuple.__new__(SentRequest, (now_s, estimate_s, kind))
         if record.is_new:
             self.doubted[server] = record
         if record.evidence.failures:
@@ -212,7 +197,7 @@ class FailurePolicy:
 
         Args:
             is_good: no error, not even a client error, whose time is no evidence.
-            is_whole: complete; False: ``on_complete`` or ``on_fault`` follows.
+            is_whole: complete; else ``on_complete`` or ``on_fault`` follows.
         """
         record = self._records.get(server)
         if record is None:
@@ -277,7 +262,6 @@ class FailurePolicy:
             self._review(record, now_s)
 
     def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
-        """Record a failed attempt. ``wait_s``: the server's ``Retry-After``."""
         record = self._records.get(server)
         if record is None:
             return
@@ -296,7 +280,6 @@ class FailurePolicy:
         self._review(record, now_s)
 
     def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
-        """Record that an attempt is no longer awaited."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             if record is not None:
@@ -342,9 +325,9 @@ class FailurePolicy:
         """Record a health check.
 
         Args:
-            why: reason of a failure; empty: healthy.
-            is_refused: the connection was refused: the process and its cache are gone.
-            is_reached: a connection was established. Otherwise the server is not used even in a panic.
+            why: reason of a failure, or empty.
+            is_refused: the process and its cache are gone.
+            is_reached: it connected; else it is not used even in a panic.
         """
         record = self._records.get(server)
         if record is None:
@@ -373,7 +356,7 @@ class FailurePolicy:
     # -- decisions
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
-        """Return the servers to avoid if others remain. ``is_retry``: avoid doubtful servers, too."""
+        """Return the servers to avoid if others remain; ``is_retry``: doubtful servers, too."""
         if now_s >= self.sweep_s:
             self.sweep(now_s)
         if not self.doubted:
@@ -412,7 +395,6 @@ class FailurePolicy:
 
     @staticmethod
     def _is_doubtful(record: _Record, now_s: float) -> bool:
-        """Return True for a new, silent or slow server without failures, used if no other is better."""
         if now_s < record.slow_until_s:
             return True
         if record.is_quiet and not record.evidence and (record.unanswered or record.streams):
@@ -420,7 +402,7 @@ class FailurePolicy:
         return record.is_new and bool(record.unanswered)
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
-        """Return a silent server to probe: strategies may send it no request, as its load never ends."""
+        """Return a silent server to probe: its load never ends, so strategies may send it nothing."""
         for record in self.doubted.values():
             if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
                 evidence = record.evidence
@@ -430,7 +412,7 @@ class FailurePolicy:
         return None
 
     def is_free_retry(self, server: str) -> bool:
-        """Return True if a retry is exempt from the budget: this server is faulty or full, not the whole fleet."""
+        """Return True if a retry is exempt from the budget: this server, not the whole fleet, is faulty or full."""
         record = self._records.get(server)
         if record is None:
             return False
@@ -442,19 +424,18 @@ class FailurePolicy:
         )
 
     def is_busy(self, server: str, now_s: float) -> bool:
-        """Return True if the server rests because it reported that it is full."""
         record = self.doubted.get(server)
         if record is None or not record.evidence:
             return False
         has_pressure = any(not failure.accuses for failure in record.evidence.failures.values())
         return has_pressure and now_s < record.evidence.rests_until_s(None, self._clients(now_s))
 
-    def take_decisions(self) -> list[Decision]:
+    def take_decisions(self) -> list[ServerDecision]:
         decisions, self.decisions = self.decisions, []
         return decisions
 
     def sweep(self, now_s: float) -> None:
-        """Find silent servers and finished rests; ``avoided`` calls it, too."""
+        """Find silent servers and finished rests."""
         self.sweep_s = now_s + SWEEP_S
         if now_s >= self._slow_s:
             self._slow_s = now_s + SLOW_EVERY_S
@@ -473,7 +454,6 @@ class FailurePolicy:
                 self._review(record, now_s)
 
     def _find_slow(self, now_s: float) -> None:
-        """Rest servers whose waits, relative to the expected waits, are ``SLOW`` times the median."""
         self._usual_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._waits]
         for group in {record.group for record in self._records.values()}:
             judged = [record for record in self._of(group) if record.answers >= SLOW_ANSWERS]
@@ -542,9 +522,7 @@ class FailurePolicy:
                 record.probe = None
 
     def _others_live(self, record: _Record, since_s: float, now_s: float) -> bool:
-        """Return True if another server has answered, or was found healthy while idle, in the later half of a silence.
-        Otherwise all stand still.
-        """
+        """Return True if another server was alive in the later half of a silence. Otherwise all stand still."""
         half_s = 0.5 * (since_s + now_s)
         return any(
             max(other.alive_s, other.working_s) > half_s or (other.checked_s > half_s and not other.unanswered)
@@ -552,22 +530,21 @@ class FailurePolicy:
             if other is not record
         )
 
-    def _expected_s(self, sent: Sent) -> float:
+    def _expected_s(self, sent: SentRequest) -> float:
         return expected_s(sent, self._waits[sent.kind].seconds)
 
-    def _silent_after_s(self, sent: Sent, record: _Record) -> float:
+    def _silent_after_s(self, sent: SentRequest, record: _Record) -> float:
         least_s = LEAST_WHOLE_SILENT_S if sent.kind == WHOLE and not record.has_metrics else LEAST_SILENT_S
         return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
 
     def _clients(self, now_s: float) -> int:
-        """Return the number of clients that must fail at a server before it counts for all."""
         return 2 if now_s - self._other_s <= CLIENTS_S else 1
 
     def _ask(self, record: _Record, now_s: float) -> None:
         record.is_check_due = self._are_checked and now_s - record.asked_s < CHECK_S
         if self._are_checked and not record.is_check_due:
             record.asked_s = now_s
-            self.decisions.append(Decision("check", record.name))
+            self.decisions.append(ServerDecision("check", record.name))
 
     def _of(self, group: object) -> Iterable[_Record]:
         return (record for record in self._records.values() if record.group == group)
@@ -586,11 +563,11 @@ class FailurePolicy:
         if is_ejected and not record.is_ejected:
             record.why = record.why if record.is_bad else why
             record.is_ejected = True
-            self.decisions.append(Decision("eject", record.name, record.why))
+            self.decisions.append(ServerDecision("eject", record.name, record.why))
             self._use(record.group)
         elif not is_ejected and record.is_ejected:
             record.is_ejected = False
-            self.decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
+            self.decisions.append(ServerDecision("return", record.name, "gone" if record.is_gone else ""))
             record.is_gone = False
             self._use(record.group)
         elif record.is_ejected:
@@ -611,7 +588,7 @@ class FailurePolicy:
             is_used = record in used
             if is_used != record.is_used:
                 record.is_used = is_used
-                self.decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
+                self.decisions.append(ServerDecision("use" if is_used else "leave", record.name, record.why))
                 waiting = (*record.unanswered, *record.streams)
                 if not is_used and waiting:
-                    self.decisions.append(Decision("move", record.name, record.why, waiting))
+                    self.decisions.append(ServerDecision("move", record.name, record.why, waiting))

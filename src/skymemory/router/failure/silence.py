@@ -1,7 +1,4 @@
-"""Response times, and the silence from which a server is suspected.
-
-The more requests wait at a server without a sign of life, the sooner it is left alone, whatever a strategy estimates.
-"""
+"""Response times, and the silence from which a server is suspected: the shorter, the more requests wait."""
 
 from __future__ import annotations
 
@@ -9,55 +6,46 @@ from collections import deque
 from typing import NamedTuple
 
 KEPT = 64
-"""Number of recent waits that are evaluated."""
 UNREAD = 16_384
-"""Maximum unread waits."""
 SHARE = 0.9
 """Quantile that is the usual wait."""
 QUIET = 3.0
 """Expected waits, divided by the unanswered requests, after which a server is quiet; at least one."""
 LEAST_QUIET_S = 0.05
 UNKNOWN_S = 5.0
-"""Usual wait before the first answer."""
 SILENT = 5.0
-"""Expected waits without a sign of life after which a request counts as unanswered, a failure."""
+"""Expected waits after which a request counts as unanswered."""
 LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 120.0
-"""Minimum of that time; the second for unstreamed answers of servers without metrics, which show no progress."""
+"""Minimum of that time; the second for unstreamed answers without metrics, which show no progress."""
 STALLED, LEAST_STALLED_S = 10.0, 1.0
 """Usual gaps after which a stream stalls. A server is quiet if half of its streams stall."""
 LOST, LEAST_LOST_S = 100.0, 10.0
 """Usual gaps after which a stream counts as unanswered."""
 UNKNOWN_GAP_S = 0.2
 LONGEST = 1.5
-"""Factor of the longest wait, also required for silence: unstreamed answers take from a second to minutes."""
+"""Factor of the longest wait, also required: unstreamed answers take from a second to minutes."""
 FORGOTTEN = 0.9999
 """Decay of the longest wait per answer."""
 
 
 WHOLE, FIRST_TOKEN, NO_PROMPT, DECODED = KINDS = range(4)
-"""Meanings of a first byte; only waits of the same kind are compared.
-
-The end of an unstreamed answer; the end of a prefill; the answer to a request without a prompt; the first token of a
-server that did not prefill.
+"""First bytes, comparable only within a kind: of an unstreamed answer, after a prefill, without a prompt, after another
+server's prefill.
 """
 
 
-class Sent(NamedTuple):
+class SentRequest(NamedTuple):
     sent_s: float
     estimate_s: float
-    """Estimated time to first token; 0: none."""
+    """Time to first token; 0: unknown."""
     kind: int
-    """An element of ``KINDS``."""
 
 
 class UsualWait:
-    """Time to the first byte of recent answers."""
-
     __slots__ = ("_longest_s", "_new", "_seconds", "_waits", "add")
 
     def __init__(self) -> None:
         self._new: deque[float] = deque(maxlen=UNREAD)
-        """Unread waits: every request adds a wait, but reads are rare."""
         self.add = self._new.append
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None
@@ -83,18 +71,15 @@ class UsualWait:
             self._seconds = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))]
 
 
-def expected_s(sent: Sent, usual_s: float | None) -> float:
-    """Return the longer of the request's estimate and the usual wait."""
+def expected_s(sent: SentRequest, usual_s: float | None) -> float:
     return max(sent.estimate_s, UNKNOWN_S if usual_s is None else usual_s)
 
 
 def quiet_after_s(expected: float, unanswered: int) -> float:
-    """Return the silence after which a server with so many unanswered requests gets no more."""
     return max(LEAST_QUIET_S, expected * max(1.0, QUIET / unanswered))
 
 
 def silent_after_s(expected: float, longest_s: float, least_s: float = LEAST_SILENT_S) -> float:
-    """Return the silence after which a request counts as unanswered."""
     return max(least_s, SILENT * expected, LONGEST * longest_s)
 
 

@@ -1,9 +1,7 @@
-"""Access control of the HTTP proxy: CORS for browsers, API keys and quotas for clients.
+"""Access control: CORS for browsers, API keys and quotas for clients.
 
-CORS (Fetch standard) names the web pages whose scripts may use the router; it restricts browsers only. A browser lets a
-page of another origin read a response only if the response headers allow it. Most requests to this API (JSON,
-``Authorization``) need a preflight: OPTIONS with ``Access-Control-Request-Method``, without key or cookie. So
-preflights are answered before keys are checked.
+CORS (Fetch standard) restricts browsers: scripts of another origin may read a response only if its headers allow it.
+Preflights (OPTIONS with ``Access-Control-Request-Method``) carry no key, so they come before the check of keys.
 """
 
 from __future__ import annotations
@@ -25,21 +23,19 @@ from skymemory.router.settings import ANY_ORIGIN, HEADER_NAME, CorsSettings, Set
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _QUOTAS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 EXPOSED = ("retry-after", "x-request-id", "x-skymemory-decision", *_QUOTAS)
-"""Response headers readable by pages."""
 _MAX_HEADERS = 64
 _PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-"""Paths that need no key: probes and Prometheus request them."""
+"""Paths without a key, for probes and Prometheus."""
 
 
 class AccessControl:
     def __init__(self) -> None:
         self.keys: ApiKeys | None = None
         self.is_open = True
-        """True if nothing is checked."""
         self._listen = ""
         self._strangers: Strangers | None = None
-        """Set if the router listens on loopback without keys and TLS."""
+        """Set on loopback without keys and TLS."""
 
     @staticmethod
     def read(settings: Settings) -> KeyFile | None:
@@ -70,7 +66,6 @@ class AccessControl:
         return {} if self.keys is None else self.keys.weights
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        """Check a request's head, before its body is read."""
         if self._strangers is not None:
             first = request.headers.first
             why = self._strangers.refusal(first.get(b"host"), first.get(b"origin"))
@@ -90,7 +85,7 @@ class AccessControl:
         return None
 
     def acquire(self, incoming: Incoming, request: Request, now_s: float) -> tuple[Request, QuotaLease | None]:
-        """Return the request with tenant and priority, and a lease on its quota, which must be ``release``d.
+        """Return the request with tenant and priority, and a lease to ``release``.
 
         Raises:
             QuotaExceeded: 429.
@@ -107,7 +102,7 @@ class AccessControl:
         return replace(request, tenant=tenant.name, priority=min(requested, tenant.priority)), lease
 
     def release(self, lease: QuotaLease, usage: Usage | None, streamed_tokens: int | None, now_s: float) -> None:
-        """Release a lease. ``streamed_tokens``: lower bound without ``usage``; None: no answer, nothing is charged."""
+        """Release a lease. ``streamed_tokens``: lower bound without ``usage``; None: nothing is charged."""
         if self.keys is not None:
             tokens = 0.0 if streamed_tokens is None else max(lease.tokens, streamed_tokens)
             if usage is not None:
@@ -118,7 +113,7 @@ class AccessControl:
 @dataclass(frozen=True, slots=True)
 class CorsAnswer:
     headers: tuple[tuple[str, str], ...] = ()
-    """Response headers, even of errors: without them a page cannot read the error."""
+    """Headers even of errors: else a page cannot read the error."""
     preflight: bool = False
 
 
@@ -126,7 +121,6 @@ _NO_CORS = CorsAnswer()
 
 
 def _authorization(headers: Mapping[str, str]) -> str | None:
-    """Return the key. Anthropic's clients send it in a different header."""
     if (value := headers.get("authorization")) is not None:
         return value
     key = headers.get("x-api-key")
@@ -134,7 +128,6 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
 
 
 def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:
-    """Answer a CORS request. ``headers``: by lower-case names."""
     if not settings.origins:
         return _NO_CORS
     origin = headers.get("origin")
@@ -162,6 +155,5 @@ def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> Cor
 
 
 def _requested(names_list: str) -> tuple[str, ...]:
-    """Return the valid header names."""
     names = [name.strip() for name in names_list.split(",", _MAX_HEADERS)[:_MAX_HEADERS]]
     return tuple(name for name in names if HEADER_NAME.fullmatch(name))

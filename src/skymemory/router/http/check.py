@@ -1,4 +1,4 @@
-"""``skymemory route --check``: tests every server's health, metrics, models and KV events; reports problems."""
+"""``skymemory route --check``: tests every server's health, metrics, models and KV events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.router.engines.events import KvEvents, event_index
 from skymemory.router.engines.feed import Feed
-from skymemory.router.engines.follower import Pace
+from skymemory.router.engines.follower import ReplayTimeouts
 from skymemory.router.engines.metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
 from skymemory.router.http.health import MAX_MODELS_BYTES
 from skymemory.router.http.server import ProxyServer
@@ -27,9 +27,7 @@ EVENTS_S = 3.0
 
 
 @dataclass(slots=True)
-class Found:
-    """Result for a server, which is usable if ``problems`` is empty."""
-
+class ServerCheck:
     name: str
     url: str
     health: str = ""
@@ -44,7 +42,7 @@ class Found:
         return asdict(self)
 
 
-async def check(settings: Settings, keys: KeyRing | None = None) -> list[Found]:
+async def check(settings: Settings, keys: KeyRing | None = None) -> list[ServerCheck]:
     """Check all backends concurrently.
 
     Raises:
@@ -72,8 +70,8 @@ class _Target:
         )
 
 
-async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> Found:
-    result = Found(backend.name, backend.url)
+async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> ServerCheck:
+    result = ServerCheck(backend.name, backend.url)
     try:
         access = Authorities().access(backend.url, backend.ca, backend.api_key_file)
         target = _Target(session, backend.url, access, settings.health.timeout_s)
@@ -96,7 +94,7 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
     return result
 
 
-async def _check_metrics(target: _Target, settings: Settings, by_events: bool, found: Found) -> None:
+async def _check_metrics(target: _Target, settings: Settings, by_events: bool, found: ServerCheck) -> None:
     if not settings.health.metrics_path:
         return
     try:
@@ -117,7 +115,7 @@ async def _check_metrics(target: _Target, settings: Settings, by_events: bool, f
         (found.problems if by_events else found.notes).append(differs)
 
 
-async def _check_models(target: _Target, backend: Backend, found: Found) -> None:
+async def _check_models(target: _Target, backend: Backend, found: ServerCheck) -> None:
     try:
         listed = json.loads(await target.get("/v1/models"))["data"]
         found.models = [str(model["id"]) for model in listed]
@@ -129,7 +127,7 @@ async def _check_models(target: _Target, backend: Backend, found: Found) -> None
             found.problems.append(f"it does not list {name!r}, which the settings name for it")
 
 
-async def _check_events(target: _Target, settings: Settings, backend: Backend, found: Found) -> None:
+async def _check_events(target: _Target, settings: Settings, backend: Backend, found: ServerCheck) -> None:
     if not backend.events:
         found.events = "not followed"
         sources = await _event_sources(target)
@@ -140,7 +138,7 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, f
         found.problems.append("its KV events cannot be used: it lists no model")
         return
     index = PreciseIndex(settings.prompts.block_tokens)
-    events = KvEvents(index, Pace(replay_timeout_s=EVENTS_S / 2))
+    events = KvEvents(index, ReplayTimeouts(replay_timeout_s=EVENTS_S / 2))
     try:
         feed = events.follow(
             backend.name, 0, backend.events, model=models[0], replay_endpoint=backend.replay, topic=backend.topic
@@ -161,7 +159,6 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, f
 
 
 async def _settled(feed: Feed) -> None:
-    """Wait until messages have arrived and no more follow."""
     loop = asyncio.get_running_loop()
     end_s, before = loop.time() + EVENTS_S, -1
     while loop.time() < end_s:
@@ -172,7 +169,7 @@ async def _settled(feed: Feed) -> None:
 
 
 async def _event_sources(target: _Target) -> str:
-    """Return the endpoints at which vLLM (0.32 and later) publishes, one per rank."""
+    """Return the endpoints of vLLM (0.32 and later)."""
     try:
         sources = json.loads(await target.get("/kv_event_sources"))
         endpoints: Sequence[str] = [str(source["endpoint"]) for source in sources]

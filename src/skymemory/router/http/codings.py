@@ -1,4 +1,4 @@
-"""The list of a message's transfer codings (RFC 9112)."""
+"""Transfer codings (RFC 9112)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ _ELEMENTS = re.compile(rb'(?:[^,"]|"(?:[^"\\]|\\.)*"?)+')
 
 
 def transfer_codings(lines: Sequence[bytes]) -> list[bytes]:
-    """Return the transfer codings in the order of their application, in lower case, with parameters.
+    """Return the codings of Transfer-Encoding lines in order, in lower case, with parameters.
 
-    They are a comma-separated list, which may continue in further header lines, may have empty elements, and may have
-    commas in quoted parameters (RFC 9110, section 5.6.1; RFC 9112, section 6.1).
-
-    Args:
-        lines: values of the Transfer-Encoding headers.
+    Elements may be empty, and quoted parameters may have commas (RFC 9110, section 5.6.1; RFC 9112, section 6.1).
     """
     if not lines:
         return []

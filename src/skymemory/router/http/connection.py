@@ -1,14 +1,13 @@
 """A client's HTTP/1.1 connection: requests in (parsed by llhttp, through httptools), responses out, in order.
 
-1. ``data_received`` feeds the parser; its callbacks build an ``Incoming``. The head is checked before any body is read.
-2. A complete request goes to the application (``handle``). Pipelined requests wait, and reading pauses meanwhile.
-3. The application answers with ``respond``, or with ``write`` and ``end``; then the next request follows.
+1. ``data_received`` feeds the parser; callbacks build an ``Incoming``. The head is checked before any body is read.
+2. A complete request goes to ``handle``. Pipelined requests wait, unread.
+3. ``respond``, or ``write`` and ``end``, answer it.
 
-The parser is strict: a message that two readers could understand in two ways (request smuggling) is refused.
-``_check_head`` refuses more.
+Requests that could be understood in two ways (request smuggling) are refused.
 
-Clients share limited resources (``limits``): a connection takes a seat in the connection table; an incomplete head or
-body and an unread response take memory. If a resource is short, ``evict`` or ``turn_away`` closes a connection.
+Connections, incomplete requests and unread responses take limited resources (``limits``); ``evict`` and ``turn_away``
+free them.
 """
 
 from __future__ import annotations
@@ -46,32 +45,26 @@ MAX_HEAD_BYTES = 32_768
 """Limit of request line and headers together."""
 MAX_HEADERS = 256
 YIELD_BYTES = 250_000
-"""Size of a full read, after which other connections are served."""
 LINGER_S = 2.0
-"""Time to read and drop the rest of a refused body, so that its sender sees the response, not a reset."""
+"""Time to drop the rest of a refused body, so that its sender sees the response, not a reset."""
 CUT_S = 5.0
 """Time for a client to read the end of a response."""
 UNREAD_S = 0.05
-"""Time for the event loop to deliver bytes that arrived while it was busy."""
+"""Time for a busy event loop to deliver bytes."""
 _LENGTH_DIGITS = 20
 LONG_BODY_BYTES = 1 << 20
-"""Bodies of this size are joined in a thread: allocating 16 MB may take 50 ms."""
+"""Size from which threads join bodies: allocating 16 MB may take 50 ms."""
 MAX_PIPELINED = 64
 SLICE_BYTES = 16_384
-"""Slice size for heads and chunked bodies in large reads."""
 SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
-"""Chunks of a slice after which parsing pauses for a turn."""
 CHUNK_FRAMING_BYTES = 12
-"""Eight size digits and two line ends."""
 MAX_FRAMING_BYTES = 16_384
-"""Limit of chunk extensions and trailers of a body."""
+"""Limit of a body's chunk extensions and trailers."""
 
 
 class Headers(Mapping[str, str]):
-    """Headers by lower-case names; of a repeated header the first value. ``raw``: lines as received, without control
-    characters.
-    """
+    """Headers by lower-case names, the first value of each. ``raw``: lines as received."""
 
     __slots__ = ("first", "raw")
 
@@ -104,18 +97,15 @@ class Headers(Mapping[str, str]):
         return [value for key, value in self.raw if key.lower() == name]
 
     def words_of(self, name: bytes) -> list[bytes]:
-        """Return the lower-case words of a comma-separated list."""
         return [word.strip().lower() for value in self.all_of(name) for word in value.split(b",")]
 
 
-class Listener(Protocol):
-    """Handler of a request, until its response ends."""
+class RequestHandler(Protocol):
+    """Handler of a request."""
 
     def client_gone(self) -> None: ...
 
-    def client_full(self) -> None:
-        """Stop writing until ``client_ready``."""
-        ...
+    def client_full(self) -> None: ...
 
     def client_ready(self) -> None: ...
 
@@ -126,16 +116,13 @@ class Application(Protocol):
     max_body_bytes: int
     client_s: float
     head_s: float
-    """Timeout from the first byte of a head."""
     least_rate: int
-    """Minimum bytes per second of a body."""
     keep_alive_s: float
     draining: bool
-    table: ConnectionTable[Connection]
-    arriving: HeldBytes[Incoming | Connection]
-    """Memory of request bodies and incomplete heads."""
-    unread: HeldBytes[Connection]
-    """Memory of unread responses."""
+    table: ConnectionTable[HttpConnection]
+    arriving: HeldBytes[Incoming | HttpConnection]
+    """Request bodies and incomplete heads."""
+    unread: HeldBytes[HttpConnection]
 
     def refusal(self, request: Incoming) -> ApiError | None:
         """Refuse a request by its head."""
@@ -145,22 +132,16 @@ class Application(Protocol):
 
     def refuse(self, request: Incoming, error: ApiError) -> None: ...
 
-    def opened(self, connection: Connection) -> None: ...
+    def opened(self, connection: HttpConnection) -> None: ...
 
-    def evicted(self, limit: str) -> None:
-        """Count an eviction. ``limit``: the exhausted resource."""
-        ...
+    def evicted(self, limit: str) -> None: ...
 
-    def closed(self, connection: Connection) -> None: ...
+    def closed(self, connection: HttpConnection) -> None: ...
 
-    def fault(self, what: str, error: BaseException | None) -> None:
-        """Log and count an unexpected exception."""
-        ...
+    def fault(self, what: str, error: BaseException | None) -> None: ...
 
 
 class Incoming:
-    """A client's request."""
-
     # Class attributes as defaults: most requests never set them.
     body: bytes = b""
     body_bytes: int = 0
@@ -169,7 +150,6 @@ class Incoming:
     is_chunked: bool = False
     chunks: int = 0
     framing_bytes: int = 0
-    """Bytes of chunk sizes, extensions and trailers, after the read with the head."""
     has_come: bool = False
     response_headers: bytes = b""
     is_preflight: bool = False
@@ -177,16 +157,16 @@ class Incoming:
     """True if the router answers CORS, instead of the server."""
     tenant: Tenant | None = None
     refusal: ApiError | None = None
-    listener: Listener | None = None
+    listener: RequestHandler | None = None
     rate: LeastRate | None = None
     rated_bytes: int = 0
     tracked: bool = False
     _pieces: list[bytes] | None = None
 
     def __init__(
-        self, connection: Connection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
+        self, connection: HttpConnection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
     ) -> None:
-        """``target``: path and query, as sent."""
+        """Create it. ``target``: path and query, as sent."""
         self.connection, self.method, self.target, self.version = connection, method, target, version
         self.headers, self.keep_alive = headers, keep_alive
         self.path = target.partition("?")[0]
@@ -194,7 +174,6 @@ class Incoming:
         self.holder = connection.holder
         """Tenant or client address, whose share of the limits it uses."""
         self.began_s = time.monotonic()
-        """Time of its complete head."""
 
     def turn_away(self, is_slow: bool) -> None:
         if is_slow:
@@ -204,7 +183,7 @@ class Incoming:
         self.connection.turn_away(self, error)
 
     def add(self, piece: bytes) -> None:
-        """Add what a turn has parsed, joined: tiny chunks would take many times their bytes."""
+        """Add a turn's data, joined: tiny chunks would take many times their bytes."""
         self.body_bytes += len(piece)
         if self._pieces is not None:
             self._pieces.append(piece)
@@ -223,7 +202,6 @@ class Incoming:
 
     @property
     def is_in_pieces(self) -> bool:
-        """True if the body must be joined in a thread before it is read."""
         return self._pieces is not None
 
     def joined(self) -> bytes:
@@ -233,7 +211,7 @@ class Incoming:
         self.body, self._pieces = body, None
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
         self._app = app
         self._loop = loop
@@ -248,32 +226,26 @@ class Connection(asyncio.Protocol):
         self._partial_bytes = 0
         self._in_head = False
         self._reading: Incoming | None = None
-        """Request whose body arrives."""
         self._current: Incoming | None = None
         self._waiting: deque[Incoming] = deque()
         self._started = False
-        """True if a request started in this turn; the next request waits."""
+        """True if a request started in this turn; the next waits."""
         self._paused_reading = False
         self._yields = False
         self._discarding = False
-        """True if input is dropped, because the connection closes."""
         self.closing = False
         self.full = False
         self.remote = ""
         self.holder = ""
-        """Client address or IPv6 network, whose share of the limits it uses."""
+        """Client address or IPv6 network, whose share it uses."""
         self.made = False
-        """True after the TLS handshake."""
         self.accepted: socket.socket | None = None
-        self._seat: Seat[Connection] | None = None
+        self._seat: Seat[HttpConnection] | None = None
         self._head_bytes = 0
-        """Bytes of an incomplete head, counted in ``arriving``."""
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
         """Bytes of the current slice; chunks and bytes of bodies in it."""
         self._has_end = False
-        """True if the slice contains the end of a request."""
         self._unread_bytes = 0
-        """Bytes counted in ``unread`` for ``_unread_by``."""
         self._unread_by = ""
 
     # -- from the event loop
@@ -281,7 +253,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.made = True
-        self.deadline = Deadline(self._loop)
+        self.deadline = MovingTimeout(self._loop)
         self.accepted = None
         if self.closing:  # evicted meanwhile
             self._transport.abort()
@@ -342,7 +314,6 @@ class Connection(asyncio.Protocol):
             self._parse_slices(memoryview(unparsed), len(unparsed))
 
     def _yield(self) -> None:
-        """Pause until the next turn, so that others are served."""
         if not self._yields and not self._transport.is_closing():
             self._yields = True
             self._transport.pause_reading()
@@ -357,7 +328,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
-        """Parse as much as others can wait for, the remainder in the next turn."""
         while data and not self._discarding:
             reading = self._reading
             size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
@@ -525,7 +495,6 @@ class Connection(asyncio.Protocol):
             self._app.table.move(self._seat, to, time.monotonic())
 
     def evict(self) -> None:
-        """Close the connection now, because others need its resources."""
         self.leave()
         if not self.made:
             self._discarding = self.closing = True
@@ -543,12 +512,12 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def turn_away(self, request: Incoming | None, error: ApiError) -> None:
-        """Refuse the incomplete request or head (None), unless it has ended meanwhile."""
+        """Refuse the incomplete request or head (None), unless it has ended."""
         if self._reading is request and not self._discarding and (request is not None or self._in_head):
             self._refuse(error)
 
-    def _make_room(self, item: Incoming | Connection, holder: str) -> bool:
-        """Refuse incomplete requests until the holder has room. Return False if ``item`` must be refused."""
+    def _make_room(self, item: Incoming | HttpConnection, holder: str) -> bool:
+        """Refuse incomplete requests until the holder has room; False: refuse ``item``."""
         arriving, now_s = self._app.arriving, time.monotonic()
         while not arriving.limit.has_room(holder, 0):
             victim = arriving.victim(holder, now_s)
@@ -644,7 +613,7 @@ class Connection(asyncio.Protocol):
             self._unpause()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer the incomplete request in its turn, and read nothing further."""
+        """Answer the incomplete request in its turn, and read no more."""
         if self._discarding:
             return  # no further request is answered
         request = self._reading
@@ -658,7 +627,6 @@ class Connection(asyncio.Protocol):
         self._enqueue(request)
 
     def _decline_upgrade(self, rest: bytes) -> bytes | None:
-        """Return the request without its upgrade offer, to be parsed again."""
         request, self._reading = self._reading, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # refused
@@ -713,18 +681,15 @@ class Connection(asyncio.Protocol):
         self.deadline.set(self._app.keep_alive_s, self._close_idle)
 
     def has_input(self) -> bool:
-        """Return True if the kernel holds undelivered bytes."""
         return self.made and _is_readable(self._transport)
 
     def _close_idle(self) -> None:
-        """Close, unless an undelivered request has arrived."""
         if self.has_input():
             self.deadline.set(UNREAD_S, self._close_idle)
         else:
             self.close()
 
     def last_call(self) -> None:
-        """Restart the changed keep-alive timeout of an idle connection."""
         if self.is_idle and not self.closing:
             self._await_request()
 
@@ -759,7 +724,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is under way, not even its first bytes."""
         return self._current is None and self._reading is None and not self._waiting and not self._in_head
 
     @property
@@ -779,7 +743,7 @@ class Connection(asyncio.Protocol):
         self.end(keep)
 
     def keeps(self, framed: bool) -> bool:
-        """Return True if the connection stays open. ``framed``: the head says where the body ends."""
+        """Return True if it stays open. ``framed``: the head says where the body ends."""
         request = self._current
         return framed and request is not None and request.keep_alive and not self._app.draining
 
@@ -792,7 +756,6 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def end(self, keep: bool) -> None:
-        """Finish the response after its last ``write``."""
         request, self._current = self._current, None
         self._release(request)
         if request is not None:
@@ -824,8 +787,8 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._next)
 
     def _close_after(self, request: Incoming | None) -> None:
-        """Close after the response. Input is still read for a while: unread bytes would make the kernel send a reset,
-        and the client might miss the response.
+        """Close after the response. Input is still read: unread bytes would cause a reset, which may cost the client
+        the response.
         """
         self._discarding = True
         self._move(State.HEAD)
@@ -849,12 +812,7 @@ class Connection(asyncio.Protocol):
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self, framed: bool) -> None:
-        """End an incomplete response.
-
-        Args:
-            framed: the head says where the body ends. Otherwise the connection is reset: a plain close would be a
-                proper end.
-        """
+        """End an incomplete response. Unless ``framed``, the connection is reset: a close would be a proper end."""
         self._forget()
         if framed:
             self.close()
@@ -871,7 +829,7 @@ class Connection(asyncio.Protocol):
             tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def abort(self) -> None:
-        """Close at once. An unfinished response ends with a reset."""
+        """Close at once; an unfinished response ends with a reset."""
         if self._current is not None and not self.closing:
             self._reset_at_close()
         self._forget()
@@ -977,7 +935,6 @@ def status_line(status: int, reason: str = "") -> bytes:
 
 
 def connection_line(request: Incoming, keep: bool) -> bytes:
-    """Return the Connection header, unless it is the version's default."""
     if request.version == "1.0":
         return b"Connection: keep-alive\r\n" if keep else b""
     return b"" if keep else b"Connection: close\r\n"
@@ -992,10 +949,8 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1", "replace")
 
 
-class Deadline:
-    """A timeout that moves at every step, at the cost of two assignments: the event-loop timer is renewed only when it
-    fires too early.
-    """
+class MovingTimeout:
+    """A timeout moved by two assignments: its timer is renewed only when it fires too early."""
 
     __slots__ = ("_due_s", "_loop", "_reached", "_timer")
 

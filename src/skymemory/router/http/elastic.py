@@ -1,21 +1,16 @@
-"""Elastic pools behind the proxy: roles of servers follow the load, as ``conductor.pools`` decides.
+"""Elastic pools: roles of servers follow the load, as ``conductor.pools`` decides.
 
-Every period the servers are sampled, and a decision is executed by draining (``Backends.change_role``). A sample has:
+Every period the servers are sampled, and a decision is executed by draining. A sample has:
 
-    queue_s      seconds of prefills that were sent and are not done, as estimated by the strategy
-    tbt_s        seconds between the events of the server's streams since the last sample (an event counts as a token);
-                 for unstreamed answers, their time divided by their tokens. 0 if nothing decodes now
-    kv_share     reported by the engine. If requests wait at two reports in a row, its batch or memory is full: then it
-                 is running plus waiting requests over running requests. With the handover ``overlap`` waiting
-                 requests are ignored, because they may wait for their prefill
+    queue_s      estimated seconds of unfinished prefills
+    tbt_s        seconds between a server's events (tokens); unstreamed, time per token. 0 if nothing decodes
+    kv_share     reported by the engine; if requests wait at two reports in a row, running plus waiting over running
+                 (not with ``overlap``, which waits for prefills)
 
-A decode pool is measured against the minimum time between tokens of a lone request; until that is measured, its need is
-its time over the objective. The part of it which a batch shares is learnt from the times of two and more concurrent
-requests; until then all of it is shared. Servers of different models form different pools. A restart begins with the
-roles of the settings.
+A decode pool is measured against the minimum time between tokens of a lone request, if known. The part of it which a
+batch shares is learnt from concurrent requests. Each model has its own pool.
 
-If the router itself did not run for a while (it was stopped, or the machine slept), streams have piled up. That time
-and the following period do not count.
+After a pause of the router itself streams have piled up: it and the next period do not count.
 """
 
 from __future__ import annotations
@@ -41,9 +36,7 @@ from skymemory.router.settings import BOTH, OVERLAP, PREFILL, Settings
 log = logging.getLogger("skymemory.router")
 
 LEAST_TOKENS = 8
-"""Minimum tokens per request for a sample."""
 LATE_PERIODS = 5.0
-"""Periods between two samples from which the router itself did not run."""
 MOST_IDLE = 0.9
 """Upper bound of ``idle_tbt_s`` as a share of the objective: else one request would be an overload."""
 OUTCOMES = ("done", "called-off", "gone")
@@ -51,35 +44,28 @@ OUTCOMES = ("done", "called-off", "gone")
 
 @dataclass(slots=True)
 class _Pace:
-    """Speed of a server's streams since the last sample."""
-
     seconds: float = 0.0
     tokens: int = 0
     tbt_s: float = 0.0
     decoding: int = 0
     steady: bool = False
-    """True if ``decoding`` did not change since the last sample."""
     waiting: int = 0
-    """Requests waiting in the previous report."""
     report_at_s: float = -math.inf
     share: float = 0.0
 
 
 @dataclass(slots=True)
 class _Pool:
-    """Servers of a model."""
-
     controller: PoolController
     change: tuple[str, Role] | None = None
     least_tbt_s: dict[int, float] = field(default_factory=dict)
-    """Minimum time between tokens by concurrent requests."""
+    """Minimum by concurrent requests."""
 
     def idle_tbt_s(self) -> float:
-        """Return the time between tokens of a lone request; infinite: unknown."""
         return self.least_tbt_s.get(1, math.inf)
 
     def shared_tbt_s(self) -> float:
-        """Return its part that concurrent requests share; infinite: unknown."""
+        """Return the part that concurrent requests share."""
         alone_s = self.idle_tbt_s()
         each_s = [(tbt_s - alone_s) / (count - 1) for count, tbt_s in self.least_tbt_s.items() if count > 1]
         if not each_s or math.isinf(alone_s):
@@ -117,12 +103,10 @@ class ElasticRoles(Collector):
         self._last_s: float | None = None
         self._lost_s = 0.0
         self._piled_up = False
-        """True if streams deliver data of the time in which the router did not run."""
 
     # -- from requests
 
     def record_tokens(self, server: str, tokens: int, seconds: float) -> None:
-        """Record ``tokens`` of an answer."""
         pace = self._paces.setdefault(server, _Pace())
         pace.seconds += seconds
         pace.tokens += tokens
@@ -130,7 +114,7 @@ class ElasticRoles(Collector):
     # -- every period
 
     def observe(self, now_s: float) -> bool:
-        """Sample the servers, and begin or call off a change. Return True if a server left its fleet."""
+        """Sample the servers, and begin or call off a change; True: a server left its fleet."""
         moved = self._backends.remove_drained()
         if self._skips(now_s):
             return moved
@@ -157,7 +141,6 @@ class ElasticRoles(Collector):
         return moved
 
     def _skips(self, now_s: float) -> bool:
-        """Return True if the router did not run before this or the last sample."""
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         late = elapsed_s > LATE_PERIODS * self.every_s
@@ -180,7 +163,6 @@ class ElasticRoles(Collector):
         self._backends.change_role(name, role)
 
     def _settle(self, pool: _Pool) -> None:
-        """Count a finished change."""
         if pool.change is None:
             return
         name, role = pool.change

@@ -1,15 +1,13 @@
-"""The life of a proxied request: read the prompt, pick a server, send, retry, stream the response back.
+"""The life of a proxied request.
 
-1. ``begin`` reads the prompt, in a thread if it takes long (a compressed body, or much new text to tokenize).
-2. ``_start`` picks a server, or queues the request until a server has room. The strategy picks the server for a prompt;
-   a request without a prompt goes to the server with the least load.
-3. Until the first byte of a response body, nothing is sent to the client, so a failed attempt may be retried at another
-   server. ``failure`` decides: a rule per fault, ``Sends`` per request, and a retry budget for all requests.
-4. From then on, bytes are passed on as they arrive. A truncated response never looks complete to the client.
+1. ``begin`` reads the prompt, in a thread if it takes long.
+2. ``_start`` picks a server (without a prompt, that with the least load), or queues the request.
+3. Before the first byte of a response body, a failed attempt may be retried elsewhere: a rule per fault, ``Sends`` per
+   request, a retry budget for all.
+4. Then bytes are passed on. A truncated response never looks complete.
 5. The account is closed after the client has its response.
 
-The exchange is a state machine of callbacks; it has a task only while a thread reads or translates the body.
-``two_steps`` extends it for separate prefill and decode servers.
+It is a state machine of callbacks, with a task only while a thread reads or translates.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from skymemory import native
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
@@ -44,7 +42,7 @@ from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
 from skymemory.router.http.translated import MISSING_STATUSES, MissingApis, TranslatedResponse
-from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Pool, Pools, ResponseHead, UpstreamCall, UpstreamError
 from skymemory.router.http.via import Via
 from skymemory.router.limits.turns import Turns
 from skymemory.router.metrics import ProxyMetrics
@@ -59,7 +57,7 @@ from skymemory.router.prompts.reader import (
 )
 from skymemory.router.prompts.tokenizing import TooMuchNewText
 from skymemory.router.prompts.unpacking import unpacked
-from skymemory.router.queue import Entry
+from skymemory.router.queue import QueueEntry
 from skymemory.router.request_account import DeferredWork, RequestAccount, Usage, UsageReader
 from skymemory.router.settings import Settings
 from skymemory.router.waiting_room import WaitingRoom
@@ -85,15 +83,13 @@ _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
 _CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
 _NOT_TO_CLIENTS_CORS = _NOT_TO_CLIENTS | {b"access-control-" + name for name in _CORS}
 IN_THREAD_BYTES = 32_768
-"""Bodies of this size are tokenized in a thread: in the event loop they would delay others."""
+"""Size from which tokenizing takes a thread."""
 MAX_NEW_LETTERS = 1024
-"""Limit of uncached text for tokenizing in the event loop."""
 LARGE_BYTES = 1 << 20
-"""Bodies of this size are read one at a time, to have one decoded copy in memory."""
+"""Size from which bodies are read one at a time, to have one decoded copy in memory."""
 MOST_EXPANSION = 1032
-"""Maximum expansion factor of deflate."""
 MOST_BACKOFFS = 5
-"""Back-offs while the budget allows no retry or all servers refuse; 0.4 s in total."""
+"""Back-offs while the budget is empty or all servers refuse; 0.4 s in total."""
 UNANSWERED = frozenset(
     ("unreachable", "no-server", "server-error", "client-error", "refused", "limited", "bad-request", "failed")
 )
@@ -107,11 +103,9 @@ class RequestLog:
     # Class attributes as defaults: most requests never set them.
     decision: Decision | None = None
     prefill: Decision | None = None
-    """Decision for a separate prefill server."""
     ttft_s: float | None = None
     usage: Usage | None = None
     streamed_tokens: int = 0
-    """Prompt tokens plus events of a stream without usage."""
     retries: int = 0
     bytes_out: int = 0
     lease: QuotaLease | None = None
@@ -122,8 +116,6 @@ class RequestLog:
 
 @dataclass(slots=True, eq=False)
 class Exchanges:
-    """State shared by all exchanges."""
-
     settings: Settings
     access: AccessControl
     reader: PromptReader
@@ -134,48 +126,39 @@ class Exchanges:
     metrics: ProxyMetrics
     deferred: DeferredWork
     alone: Scheduler | None = None
-    """Scheduler of unsplit prompts, if roles are separate."""
     room: WaitingRoom | None = None
-    """None: requests never wait."""
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
     turns: Turns = field(default_factory=Turns)
-    """Order in which large bodies are read."""
     random: Random = field(default_factory=Random)
     on_tokens: Callable[[str, int, float], None] | None = None
-    """Callback with server, output tokens and their seconds, if roles follow the load."""
+    """Called with server, output tokens and their seconds."""
 
 
 class Exchange(Attempts):
-    """A request and its attempts. ``done`` is called exactly once, at the end."""
+    """A request and its attempts. ``done`` is called exactly once."""
 
     _left_out: frozenset[bytes] = frozenset()
-    """Client headers that no server gets."""
 
     # Class attributes as defaults: most requests never set them.
     _reading: asyncio.Task[None] | None = None
     _account: RequestAccount | None = None
-    _call: Call | None = None
+    _call: UpstreamCall | None = None
     _is_counted = False
-    """True once the retry budget has counted it."""
     _pause: asyncio.TimerHandle | None = None
     _status, _wait_s = 0, 0.0
-    """Status and ``Retry-After`` of the last error response."""
     _fault_of_answer: Fault | None = None
-    """Fault of an error response that is passed on."""
     _head: ResponseHead | None = None
     _reader: UsageReader | None = None
     _stream: StreamContinuation | None = None
-    """Received part of a stream that another server can continue."""
     _is_continued = False
     _waits = False
-    _entry: Entry | None = None
+    _entry: QueueEntry | None = None
     _streaming = False
-    """True once the client has the response head."""
+    """True once the client has the head."""
     _translating: asyncio.Task[None] | None = None
     _translated: TranslatedResponse | None = None
-    """Receiver of a translated request."""
     _pieces = 0
 
     def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
@@ -225,7 +208,6 @@ class Exchange(Attempts):
         )
 
     def _tokenize(self) -> None:
-        """Read the prompt here if most of its tokens are cached, else in a thread."""
         if len(self.incoming.body) < IN_THREAD_BYTES:
             try:
                 request = self._read(MAX_NEW_LETTERS, is_counted=True)
@@ -332,7 +314,7 @@ class Exchange(Attempts):
 
     # -- attempts
 
-    def _try(self, before: Placement | None) -> None:
+    def _try(self, before: ScheduledRequest | None) -> None:
         try:
             self._send(self._place(before))
         except Overloaded as error:
@@ -344,8 +326,8 @@ class Exchange(Attempts):
         except Exception:
             self._fault()
 
-    def _place(self, before: Placement | None) -> Placement:
-        """Place the request again after ``before``. An admitted request is not refused later."""
+    def _place(self, before: ScheduledRequest | None) -> ScheduledRequest:
+        """Place the request. An admitted request is not refused later."""
         of, request = self._of, self._request
         max_waiting = of.settings.limits.max_waiting
         try:
@@ -363,7 +345,7 @@ class Exchange(Attempts):
         of.metrics.decided(placement.prefill)
         return placement
 
-    def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
+    def _pick(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
         """Choose an untried server.
 
         Raises:
@@ -379,7 +361,7 @@ class Exchange(Attempts):
     def _avoided(self, now_s: float) -> Set[str]:
         return self._of.backends.avoided(self.client, now_s, is_retry=bool(self._tried))
 
-    def _send(self, placement: Placement) -> None:
+    def _send(self, placement: ScheduledRequest) -> None:
         incoming, now_s = self.incoming, time.monotonic()
         account = self._account = RequestAccount(self._scheduler, placement, now_s)
         decision = account.decision
@@ -427,7 +409,6 @@ class Exchange(Attempts):
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
-        """Return True if the server lacks the API, and the request was translated and resent."""
         incoming, account = self.incoming, self._account
         if account is None:
             return False
@@ -462,7 +443,6 @@ class Exchange(Attempts):
 
     @property
     def _may_wait(self) -> bool:
-        """True if the request may go back to the queue."""
         return True
 
     def _may_retry(self, fault: Fault, server: str) -> bool:
@@ -483,7 +463,7 @@ class Exchange(Attempts):
         return False
 
     def _retry(self, why: str, fault: Fault, *, is_paid: bool = False) -> None:
-        """Try another server, or answer with an error. ``is_paid``: the budget has allowed it."""
+        """Try another server, or fail. ``is_paid``: the budget has allowed it."""
         account, result = self._account, self._log
         assert account is not None
         server = account.decision.server
@@ -556,7 +536,6 @@ class Exchange(Attempts):
         self._wait(room)
 
     def move_on(self, server: str, why: str) -> None:
-        """Move away from an ejected server; another server continues a stream."""
         account = self._account
         if self._done is None or account is None or account.decision.server != server:
             return
@@ -601,7 +580,6 @@ class Exchange(Attempts):
         return None if head.status < 429 else fault_of(head.status, b"retry-after" in head.headers.first)
 
     def _failed_with(self, head: ResponseHead, fault: Fault) -> None:
-        """Handle an error response: try another server, queue, or pass it on."""
         of, account, now_s = self._of, self._account, time.monotonic()
         assert account is not None
         server, why = account.decision.server, f"it answered {head.status}"
@@ -652,7 +630,6 @@ class Exchange(Attempts):
         self._retry(str(error), fault)
 
     def _is_no_answer(self, piece: bytes, ended: bool) -> str:
-        """Return why a response with status 200 is no answer; empty: it may be."""
         head = self._head
         is_prompt = self.incoming.method == "POST" and self.incoming.path in PROMPT_PATHS
         if head is None or not is_prompt or not 200 <= head.status < 300:
@@ -663,7 +640,6 @@ class Exchange(Attempts):
         return "its answer is a web page" if kind.lower().startswith(b"text/html") else ""
 
     def _asks_another(self, why: str) -> bool:
-        """Count a server failure. Return True if another server is asked."""
         account, backends = self._account, self._of.backends
         assert account is not None
         server = account.decision.server
@@ -678,7 +654,6 @@ class Exchange(Attempts):
     # -- streaming
 
     def _begin(self, piece: bytes, ended: bool) -> None:
-        """Write the response head with the first piece of its body."""
         response, account, result, incoming = self._head, self._account, self._log, self.incoming
         assert response is not None and account is not None
         headers, first, now_s = response.headers, response.headers.first, time.monotonic()
@@ -764,7 +739,6 @@ class Exchange(Attempts):
             self._of.backends.on_complete(self, server, time.monotonic(), self._pieces, is_good)
 
     def _pass_on_part(self, piece: bytes, head: bytes) -> None:
-        """Handle a stream without last event and finish reason."""
         account, stream = self._account, self._stream
         assert account is not None
         self._stream = self._call = None
@@ -819,7 +793,7 @@ class Exchange(Attempts):
         return True
 
     def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, ended: bool, head: bytes) -> None:
-        """Pass on what preceded the server's error event, then the remainder, or that error."""
+        """Pass on what preceded an error event, then the remainder, or the error."""
         account, failure, withheld = self._account, stream.failure, stream.withheld
         assert account is not None
         self._stream = None
@@ -831,7 +805,7 @@ class Exchange(Attempts):
             self._stream = None
             self._pass_on(withheld, ended)
 
-    def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
+    def _place_rest(self, before: ScheduledRequest, rest: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation of a stream.
 
         Raises:
@@ -849,7 +823,7 @@ class Exchange(Attempts):
             name for name in names if any(model.get("owned_by") in ENGINES for model in known[name].models.values())
         ]
 
-    def _ask_rest(self, placement: Placement, rest: Rest, now_s: float) -> None:
+    def _ask_rest(self, placement: ScheduledRequest, rest: Rest, now_s: float) -> None:
         incoming, before, of = self.incoming, self._account, self._of
         assert before is not None
         self._is_continued = True
@@ -881,7 +855,7 @@ class Exchange(Attempts):
         self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
-        """End an incomplete response so that it looks incomplete. Between two events a stream gets an error event."""
+        """End an incomplete response so that it looks incomplete. Between events a stream gets an error event."""
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events and (event := self._error_event(502, why)):
@@ -961,7 +935,7 @@ class Exchange(Attempts):
             self._of.backends.on_dropped(self, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:
-        """Handle an unexpected exception. A response that has begun is cut: an error page would be read as its body."""
+        """Handle an exception. A begun response is cut: an error page would be read as its body."""
         log.exception("%s %s", self.incoming.method, self.incoming.path)
         self._of.metrics.faults.labels("request").inc()
         self._drop_call()
@@ -976,7 +950,6 @@ class Exchange(Attempts):
             send_error(self.incoming, internal_error())
 
     def _finish(self) -> None:
-        """Detach from the client, and close the account once the response is written."""
         if self._done is None:
             return
         self.incoming.listener = None
@@ -1024,7 +997,6 @@ class Exchange(Attempts):
         account.on_request_end(now_s, None if self._is_continued else usage, is_slo_met)
 
     def _work_of(self, usage: Usage) -> float | None:
-        """Return the number of tokens computed for the request; None: unknown."""
         return usage.work
 
 
@@ -1039,7 +1011,6 @@ def decision_line(account: RequestAccount) -> bytes:
 
 
 def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> None:
-    """Answer with an error in the format of the path's API."""
     if error.retry_after_s is not None and not error.headers.keys() & {"Retry-After", "x-should-retry"}:
         headers += b"Retry-After: %d\r\n" % max(1, error.retry_after_s)
     headers += header_lines(error.headers.items()) + b"Content-Type: application/json\r\n"
@@ -1065,10 +1036,9 @@ def request_head(
 ) -> bytes:
     """Return the request line and headers for a server.
 
-    The client's key is left out if it is for the router, or if the server has its own key.
+    The client's key is left out if the router checks keys or the server has its own.
 
     Args:
-        without: client headers to leave out.
         target: path of a translated request.
     """
     authorization = pool.authorization
@@ -1088,7 +1058,6 @@ def request_head(
 
 
 def _key_of_messages(headers: Headers) -> bytes:
-    """Return Anthropic's key header as the header of chat-completion engines."""
     key = headers.first.get(b"x-api-key")
     return b"Authorization: Bearer %s\r\n" % key if key and b"authorization" not in headers.first else b""
 
@@ -1096,7 +1065,6 @@ def _key_of_messages(headers: Headers) -> bytes:
 def headers_for_server(
     headers: Headers, client: str, without_key: bool = False, without: frozenset[bytes] = frozenset()
 ) -> bytes:
-    """Return the request's header lines with the client's address. ``without``: headers to leave out."""
     left_out = _NOT_TO_SERVERS_KEYED if without_key else _NOT_TO_SERVERS
     if without:
         left_out = left_out | without

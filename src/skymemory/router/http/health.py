@@ -1,4 +1,4 @@
-"""Polls the servers: health checks for ejection and return, model lists, and load (by ``MetricsWatch``)."""
+"""Polling of servers: health, model lists, and load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _models = msgspec.json.Decoder(_ModelList)
 
 
 class HealthWatch:
-    """A task per server, and a task for its metrics, so that no server delays another."""
+    """A task per server, and another for its metrics, so that no server delays another."""
 
     def __init__(
         self,
@@ -41,7 +41,6 @@ class HealthWatch:
         access: Mapping[str, Access],
         on_fault: Callable[[], None],
     ) -> None:
-        """Prepare the watch. ``access``: TLS and keys by server."""
         self._pages = Pages()
         self._backends = backends
         self._access = access
@@ -51,11 +50,10 @@ class HealthWatch:
         )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
         self._wanted: dict[str, asyncio.Event] = {}
-        """Requests for an immediate check, by server."""
         self._reviewing: asyncio.TimerHandle | None = None
 
     def check_now(self, name: str) -> None:
-        """Check a server at once, again if a check is under way."""
+        """Check at once, again if a check is under way."""
         if (wanted := self._wanted.get(name)) is not None:
             wanted.set()
 
@@ -135,7 +133,6 @@ class HealthWatch:
         return not why
 
     async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
-        """Return why a server is unhealthy, if it was reached, and if it refused the connection."""
         health, access = self._backends.health, self._access.get(known.backend.name, Access())
         try:
             status = await get_status(known.backend.url + health.path, access, health.timeout_s)

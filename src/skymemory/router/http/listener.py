@@ -1,8 +1,7 @@
-"""The proxy's listening sockets: accepts clients' connections, and seats each before anything is read from it.
+"""The proxy's listening sockets.
 
-An event loop's own server accepts every waiting connection and reports it when it is set up (with TLS: after its
-handshake). Here a connection counts from its accept, so that another connection can be closed in time, and at most
-``ACCEPTS`` connections are accepted per turn of the event loop.
+A connection counts from its accept, not from the end of its TLS handshake, so that another can be closed in time; at
+most ``ACCEPTS`` are accepted per turn.
 """
 
 from __future__ import annotations
@@ -15,27 +14,24 @@ import ssl
 from collections.abc import Callable
 
 from skymemory.errors import os_reason
-from skymemory.router.http.connection import Connection
+from skymemory.router.http.connection import HttpConnection
 
 log = logging.getLogger("skymemory.router")
 
 BACKLOG = 4096
-"""Maximum waiting connections: clients arrive in bursts."""
 ACCEPTS = 64
 PAUSE_S = 0.1
-"""Pause of accepting while files are short."""
 
 
 class Listener:
     def __init__(
         self,
-        connection: Callable[[], Connection],
-        admit: Callable[[Connection, str], None],
+        connection: Callable[[], HttpConnection],
+        admit: Callable[[HttpConnection, str], None],
         context: ssl.SSLContext | None,
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the listener. ``admit``: called with each connection and its client's address."""
         self._connection = connection
         self._admit = admit
         self._context = context
@@ -105,7 +101,7 @@ class Listener:
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
 
-    async def _set_up(self, connection: Connection, accepted: socket.socket, handshake_s: float) -> None:
+    async def _set_up(self, connection: HttpConnection, accepted: socket.socket, handshake_s: float) -> None:
         limit_s = None if self._context is None else handshake_s
         try:
             await self._loop.connect_accepted_socket(

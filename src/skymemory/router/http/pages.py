@@ -1,4 +1,4 @@
-"""The router's own requests to servers: pages, such as metrics and model lists, and the status of a health check."""
+"""The router's own requests to servers: pages and health checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TARGET = re.compile(r"/[!-~]*")
 
 
 class Pages:
-    """Page requests over kept connections, a pool per page, so that a slow page delays no other."""
+    """Page requests, over a pool per page: none delays another."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Page] = {}
 
     async def fetch(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-        response = _Response(max_bytes)
+        response = _PageResponse(max_bytes)
         try:
             page = self._page(url, access)
             page.pool.connect_s = timeout_s
@@ -54,7 +54,6 @@ class Pages:
         return page
 
     def keep_only(self, servers: Collection[str]) -> None:
-        """Close the connections to other servers (URLs)."""
         prefixes = tuple(f"{server}/" for server in servers)
         for url in [url for url in self._known if not url.startswith(prefixes)]:
             self._known.pop(url).pool.close()
@@ -64,14 +63,14 @@ class Pages:
 
 
 async def get_status(url: str, access: Access, timeout_s: float) -> int:
-    """Return the status of a page, over a new connection: a kept connection does not prove that the server accepts any.
+    """Return the status over a new connection: a kept connection does not prove that the server accepts any.
 
     Raises:
         TimeoutError: no status within ``timeout_s``.
         UpstreamError: no connection, or no response.
         ValueError: a malformed URL.
     """
-    page, response = _page(url, access, timeout_s, _CLOSE), _Response(0)
+    page, response = _page(url, access, timeout_s, _CLOSE), _PageResponse(0)
     try:
         await _get(page, response, timeout_s)
     finally:
@@ -87,15 +86,9 @@ class _Page(NamedTuple):
     access: Access
     pool: Pool
     head: bytes
-    """Request line and headers."""
 
 
 def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -> _Page:
-    """Build the request. ``more``: further header lines.
-
-    Raises:
-        ValueError: a malformed URL.
-    """
     parts = urlsplit(url)
     target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
     if not _TARGET.fullmatch(target):
@@ -104,11 +97,11 @@ def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -
     return _Page(access, pool, _HEAD % (target.encode("ascii"), pool.host, pool.authorization, more))
 
 
-async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
-    """Send the request and wait for ``response``.
+async def _get(page: _Page, response: _PageResponse, timeout_s: float) -> None:
+    """Wait for the complete response.
 
     Raises:
-        TimeoutError: no complete response within ``timeout_s``.
+        TimeoutError: none within ``timeout_s``.
         UpstreamError: no connection, or no complete response.
     """
     call = page.pool.ask(response, page.head, b"")
@@ -123,13 +116,11 @@ async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
         raise TimeoutError if isinstance(response.error.__cause__, TimeoutError) else response.error
 
 
-class _Response:
-    """A response, read up to the first piece beyond ``max_bytes``."""
-
+class _PageResponse:
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` 0: only the head is read."""
+        """Create it. ``max_bytes`` 0: only the head is read."""
         self._max_bytes = max_bytes
         self.ended = asyncio.get_running_loop().create_future()
         self.error: UpstreamError | TimeoutError | None = None

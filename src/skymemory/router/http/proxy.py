@@ -1,9 +1,4 @@
-"""The OpenAI-compatible proxy: dispatches requests by path, and logs their results.
-
-1. ``refusal`` checks a request's head: access control, path and method.
-2. ``handle`` answers the router's own pages. Any other request becomes an ``Exchange`` with a server.
-3. ``_done`` counts and logs it.
-"""
+"""The OpenAI-compatible proxy: checks requests, answers the router's pages, forwards the others, and logs results."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from skymemory.router.api_keys import KeyFile
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import alone_schedulers
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Connection, Incoming
+from skymemory.router.http.connection import HttpConnection, Incoming
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import UNANSWERED, Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
@@ -48,11 +43,9 @@ requests_log = logging.getLogger("skymemory.router.requests")
 JSON = b"Content-Type: application/json\r\n"
 METRICS_TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 MAX_UNREAD_BYTES = 256 << 20
-"""Limit of unread response bytes."""
 _KEPT_IDLE = 8
-"""Idle connections that an eviction may skip because their next request has arrived."""
+"""Idle connections that an eviction may skip: their next request has arrived."""
 _FREED = 4
-"""Connections that are closed when files are short."""
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 
 
@@ -73,16 +66,14 @@ class Proxy:
         exchange: MakeExchange = Exchange,
         roles: ElasticRoles | None = None,
     ) -> None:
-        """Set up the proxy. ``roles``: if roles follow the load."""
         self.draining = False
         self._last_call_s = math.inf
-        self.connections: dict[Connection, None] = {}
-        """Connections, oldest first."""
-        self.table: ConnectionTable[Connection] = ConnectionTable(LEAST_CONNECTIONS)
-        self.arriving: HeldBytes[Incoming | Connection] = HeldBytes(0)
-        self.unread: HeldBytes[Connection] = HeldBytes(MAX_UNREAD_BYTES)
+        self.connections: dict[HttpConnection, None] = {}
+        """Oldest first."""
+        self.table: ConnectionTable[HttpConnection] = ConnectionTable(LEAST_CONNECTIONS)
+        self.arriving: HeldBytes[Incoming | HttpConnection] = HeldBytes(0)
+        self.unread: HeldBytes[HttpConnection] = HeldBytes(MAX_UNREAD_BYTES)
         self._slots = SharedLimit(0)
-        """Requests in flight, by holder."""
         self.metrics = metrics
         self.backends = backends
         self._scheduler = scheduler
@@ -109,7 +100,7 @@ class Proxy:
         """Apply changed settings.
 
         Raises:
-            InvalidInput: a backend's certificates or the file of keys cannot be read; nothing has changed.
+            InvalidInput: certificates or keys cannot be read; nothing has changed.
         """
         keys = self._access.read(settings)
         self._exchanges.pools.set(settings.backends, settings.timeouts.connect_s)
@@ -140,7 +131,6 @@ class Proxy:
         return not self.backends.is_busy(request, time.monotonic())
 
     def drain(self, last_call_s: float) -> None:
-        """Close each connection after its next response, or after it was idle for ``last_call_s``."""
         self.draining, self._last_call_s = True, last_call_s
         self.keep_alive_s = min(self.keep_alive_s, last_call_s)
         for connection in list(self.connections):
@@ -158,8 +148,8 @@ class Proxy:
 
     # -- from connections (`connection.Application`)
 
-    def admit(self, connection: Connection, address: str) -> None:
-        """Seat an accepted connection, and evict connections, if need be this one, if the table is over-full."""
+    def admit(self, connection: HttpConnection, address: str) -> None:
+        """Seat a connection, and evict others, or this one, from an over-full table."""
         connection.sit(address)
         table, now_s = self.table, time.monotonic()
         skipped = 0
@@ -182,10 +172,10 @@ class Proxy:
             self.evicted("files")
             seat.owner.evict()
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: HttpConnection) -> None:
         self.connections[connection] = None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: HttpConnection) -> None:
         self.connections.pop(connection, None)
 
     def evicted(self, limit: str) -> None:
@@ -247,7 +237,7 @@ class Proxy:
         self._exchange(self._exchanges, request, self._done).begin()
 
     def _drop_slow_reader(self, holder: str) -> bool:
-        """Free a slot for the holder by evicting a client that does not read."""
+        """Free a slot by evicting a client that does not read."""
         seat = self.table.slow_reader(time.monotonic())
         if seat is None or seat.owner.current is None:
             return False
@@ -305,7 +295,7 @@ class Proxy:
             self._spawn(self._models(request, which))
 
     def readiness(self) -> tuple[bool, list[str]]:
-        """Return True if requests can be served, and the problems of each server."""
+        """Return True if requests can be served, and the servers' problems."""
         reasons = ["the router is stopping, and finishes the requests it has"] if self.draining else []
         able = 0
         for name, known in self.backends.known.items():
@@ -321,7 +311,6 @@ class Proxy:
         return able > 0 and not self.draining, reasons
 
     async def _models(self, request: Incoming, which: str) -> None:
-        """Answer with the servers' models; ask servers without a known list."""
         silent = [known for known in self.backends.known.values() if known.server.takes_requests and not known.models]
         answers = await asyncio.gather(*(self._health.models_of(known) for known in silent), return_exceptions=True)
         for known, listed in zip(silent, answers, strict=True):
@@ -345,7 +334,7 @@ class Proxy:
 
 
 def request_line(method: str, path: str, result: RequestLog, took_s: float) -> str:
-    """Return a log line: ``POST /v1/completions 200 answered server=… matched=512/600 cached=496/600 …``."""
+    """Return ``POST /v1/completions 200 answered server=… matched=512/600 cached=496/600 …``."""
     parts = [method, path, str(result.status or "-"), result.outcome]
     decision = result.decision
     if decision is not None:

@@ -21,7 +21,7 @@ from skymemory.router.backends import Backends
 from skymemory.router.decoding import decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Connection
+from skymemory.router.http.connection import HttpConnection
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.health import HealthWatch
@@ -45,13 +45,11 @@ LAST_CALL_S = 0.5
 """Idle time of draining connections: a request may be on its way."""
 HANDSHAKE_S = 2.0
 COLLECTED_OBJECTS = 20_000
-"""Threshold of the garbage collector: only connections leave cycles."""
+"""Threshold of garbage collection: only connections leave cycles."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
 class ProxyServer:
-    """A listening proxy, which lives in one event loop."""
-
     def __init__(self, settings: Settings, keys: KeyRing | None = None) -> None:
         self.settings = settings
         fleet = Fleet()
@@ -80,7 +78,7 @@ class ProxyServer:
         """Check the files that ``start`` reads.
 
         Raises:
-            InvalidInput: certificates or the file of API keys cannot be read.
+            InvalidInput: unreadable certificates or keys.
         """
         door = self.settings.door
         if door.tls_cert is not None and door.tls_key is not None:
@@ -88,11 +86,11 @@ class ProxyServer:
         AccessControl.read(self.settings)
 
     async def start(self) -> None:
-        """Listen, and start the watches of the servers.
+        """Listen, and watch the servers.
 
         Raises:
-            SkyMemoryError: it cannot listen at its address.
-            InvalidInput: certificates or the file of API keys cannot be read.
+            SkyMemoryError: it cannot listen.
+            InvalidInput: unreadable certificates or keys.
         """
         settings, loop = self.settings, asyncio.get_running_loop()
         self.pools.set(settings.backends, settings.timeouts.connect_s)
@@ -110,7 +108,7 @@ class ProxyServer:
             self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context
-            connection = partial(Connection, self.proxy, loop)
+            connection = partial(HttpConnection, self.proxy, loop)
             proxy = self.proxy
             self._listener = Listener(connection, proxy.admit, context, lambda: proxy.head_s, proxy.close_idle)
             try:
@@ -161,10 +159,10 @@ class ProxyServer:
         self.metrics.faults.labels("health").inc()
 
     def reset(self, settings: Settings) -> None:
-        """Apply changed settings, as far as possible without a restart.
+        """Apply changed settings that need no restart.
 
         Raises:
-            InvalidInput: certificates or the file of API keys cannot be read; nothing has changed.
+            InvalidInput: unreadable certificates or keys; nothing has changed.
         """
         fixed = [
             name
@@ -191,9 +189,8 @@ class ProxyServer:
         log.info("settings applied: %d servers", len(settings.backends))
 
     async def drain(self, bound_s: float) -> bool:
-        """Stop accepting, and wait at most ``bound_s`` for requests. Return True if all ended.
-
-        Requests on any connection are served: idle, in a TLS handshake, or accepted by the kernel only.
+        """Stop accepting, and wait at most ``bound_s`` for connections, even those only in the kernel. Return True if
+        all ended.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + bound_s
@@ -224,8 +221,8 @@ class ProxyServer:
 async def serve(
     read: Callable[[], Settings], file: Path | None, say: Callable[[str], None], read_keys: Callable[[Path], KeyRing]
 ) -> int:
-    """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a change of ``file``, reloads.
-    Returns the exit code: 1 if requests were aborted.
+    """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a changed ``file``, reloads.
+    Return the exit code: 1 if requests were aborted.
     """
     settings = read()
     key_file = settings.replicas.keys

@@ -1,15 +1,11 @@
 """``skymemory route --sidecar``: front end of a decode engine for pickers that name the prefill server in a header.
 
-It speaks the protocol of llm-d's routing sidecar: ``x-prefiller-host-port: host:port``, perhaps several, separated by
-commas. The first named server prefills, the other servers are fallbacks (llm-d's sidecar uses only one); then the local
-engine answers (``two_steps``). Later releases of llm-d send the same value as ``x-llm-d-prefiller-host-port``. If both
-headers differ, the older header is used, as in llm-d: pickers of all releases remove it from client requests. Requests
-without a header go to the local engine, as do all other paths (/health, /metrics and /v1/models are the engine's; the
-sidecar's own pages are below /sidecar).
+As in llm-d's sidecar, ``x-prefiller-host-port`` (later ``x-llm-d-prefiller-host-port``) lists ``host:port``: the first
+prefills, the others are fallbacks (llm-d uses only one); the local engine answers. The older header wins: pickers of
+all releases remove it from client requests. Other requests go to the local engine, except the sidecar's pages.
 
-The headers are not passed on, and may name allowed hosts only (``prefillers``), else 403.
-``x-data-parallel-host-port``, which llm-d has deprecated, selects a rank of an engine with several ports; the sidecar
-has one engine and ignores it.
+Only allowed hosts may be named (``prefillers``), else 403. ``x-data-parallel-host-port``, deprecated by llm-d, is
+ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from skymemory.router.settings import Backend
 
 MAX_NAMED = 16
 MAX_KNOWN = 256
-"""Prefill servers beyond which idle servers are dropped."""
 OWN = "/sidecar"
 _OWN_PAGES = frozenset(OWN + page for page in ("/health", "/ready", "/metrics"))
 _OLD, _NEW = HEADER.encode(), LATER_HEADER.encode()
@@ -40,15 +35,13 @@ _DATA_PARALLEL = b"x-data-parallel-host-port"
 
 
 class NamedPrefillers:
-    """Prefill servers named by requests, as members of the fleet."""
-
     def __init__(self, picker: Picker, pools: Pools, metrics: ProxyMetrics) -> None:
         self._picker = picker
         self._pools = pools
         self._metrics = metrics
 
     def member(self, host: str, port: int, connect_s: float) -> str:
-        """Return the server's name; add a new server."""
+        """Return the server's name, if need be after adding it."""
         name = host_port(host, port)
         servers = self._picker.fleet.servers
         if name in servers:
@@ -130,7 +123,6 @@ class SidecarExchange(TwoStepExchange):
             super()._split()
 
     def _prefill_servers(self) -> Collection[str]:
-        """Return the first named server that was not tried."""
         connect_s = self._of.settings.timeouts.connect_s
         for host, port in self._named:
             if host_port(host, port) not in self._tried:
@@ -139,7 +131,7 @@ class SidecarExchange(TwoStepExchange):
 
 
 class SidecarProxy(Proxy):
-    """Proxy of all engine paths; its own pages are below ``/sidecar``."""
+    """Proxy of all engine paths; its own are below ``/sidecar``."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
         if not self._access.is_open:

@@ -1,8 +1,7 @@
 """Responses and Messages for engines without these APIs: sent as chat completions, answered in the client's API.
 
-The router learns from an engine if it has an API: a request is sent unchanged, and after a 404, 405 or 501 once more,
-as a chat completion. If that is served, the engine lacks the API (``MissingApis``); this expires after ten minutes, as
-the engine may be updated. A ``TranslatedResponse`` sits between the engine's connection and the exchange.
+After a 404, 405 or 501 a request is sent again as a chat completion. If that is served, the engine lacks the API for
+ten minutes: it may be updated.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from skymemory.router.apis.chat import MAX_ANSWER_BYTES, UnreadableAnswer
 from skymemory.router.apis.translation import StreamTranslation, Translation
 from skymemory.router.http.connection import Headers
-from skymemory.router.http.upstream import Call, Receiver, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Receiver, ResponseHead, UpstreamCall, UpstreamError
 
 MISSING_STATUSES = frozenset((404, 405, 501))
 """Statuses of an engine without the API, or without the model."""
@@ -43,18 +42,15 @@ class MissingApis:
         self._until_s[server, path] = now_s + FORGET_S
 
     def forget(self, server: str) -> None:
-        """Forget a server that left or was replaced."""
         for server_path in [server_path for server_path in self._until_s if server_path[0] == server]:
             del self._until_s[server_path]
         self._there = {server_path for server_path in self._there if server_path[0] != server}
 
 
 class TranslatedResponse:
-    """Receiver that translates a chat completion's response to the client's API."""
-
     def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
-        """``on_fault``: called in the handler of an unexpected exception; it ends the request."""
-        self.call: Call | None = None
+        """Create it. ``on_fault`` is called in the handler of an exception, and ends the request."""
+        self.call: UpstreamCall | None = None
         self._on_fault = on_fault
         self._receiver = receiver
         self._translation = translation

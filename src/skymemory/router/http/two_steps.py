@@ -1,20 +1,15 @@
 """A request with separate steps: a prefill server computes the prompt, a decode server answers.
 
-1. The scheduler chooses the pair of servers. A request that cannot be split (``splitting.why_whole``), or of which a
-   decode server lacks few tokens (``decoding``), goes to a single server: with both roles if possible, else to a decode
-   server, which computes the prompt itself.
-2. The prefill server gets the prompt for one token (``_PrefillCall``). Its bounded answer is read completely.
-3. The decode server gets the client's request and the answer's ``kv_transfer_params``. Its response is streamed to the
-   client.
+1. The scheduler chooses the pair. A request that cannot be split (``splitting``), or of which a decode server lacks few
+   tokens (``decoding``), goes to a single server.
+2. The prefill server gets the prompt for one token (``_PrefillCall``).
+3. The decode server gets the request and the answer's ``kv_transfer_params``.
 
-With ``handover = "overlap"`` both servers are asked at the same time, and the decode server fetches the KV values while
-they are computed. Its response is passed on at once: by then it has the values, or has computed them.
+With ``handover = "overlap"`` both are asked at once, and KV values are fetched while they are computed.
 
-A request survives the failure of any prefill server: others are tried (``retries``), then the decode server computes
-the prompt. A decode server that fails before its first byte is replaced by another server, which fetches the same
-values; a server that refuses ``kv_transfer_params`` is asked again without them. Only two results of a prefill end the
-request: a status 400 to 499, which the client gets (except 408, 429 and complaints about ``kv_transfer_params``, which
-are the server's trouble), and a refusal by the admission rule after the prefill.
+After failed prefills the decode server computes the prompt. A failed decode server is replaced before its first byte; a
+server that refuses ``kv_transfer_params`` is asked without them. Only two results of a prefill end the request: a
+client error (except 408, 429 and complaints about ``kv_transfer_params``), and a refusal by admission.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from skymemory.conductor.picker import NoServer
-from skymemory.conductor.scheduler import Placement, Refusal
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest
 from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
@@ -37,7 +32,7 @@ from skymemory.router.failure.budget import Sends, backoff_s
 from skymemory.router.failure.faults import RULES, Fault, fault_of
 from skymemory.router.failure.silence import DECODED, FIRST_TOKEN, WHOLE
 from skymemory.router.http.exchange import Exchange, decision_line, fault_of_error, request_head
-from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Pool, ResponseHead, UpstreamCall, UpstreamError
 from skymemory.router.prefillers import HEADER, LATER_HEADER
 from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prompts.splitting import (
@@ -59,21 +54,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("skymemory.router")
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Limit of a prefill answer: a token, and ``kv_transfer_params`` with thousands of blocks."""
+"""Limit of a prefill answer: a token, and parameters of thousands of blocks."""
 PREFILLER_HEADERS = frozenset((HEADER.encode(), LATER_HEADER.encode()))
-"""Headers by which llm-d's sidecar chooses a prefill server; this router has chosen."""
+"""Headers by which llm-d's sidecar chooses a prefill server."""
 _READ_HERE = frozenset((b"accept-encoding",))
-"""Headers not sent to a prefill server."""
 _SERVER_TROUBLE = frozenset((408, 429))
 
 
 class TwoStepExchange(Exchange):
-    """A request with up to two calls; see the module. States in addition to those of ``Exchange``:
+    """A request with up to two calls. Further states:
 
         _prefill      a prefill server is asked
         _call         the decode server is asked; with ``overlap`` both are set
 
-    The account is a ``PairAccount`` for a split request, else a ``RequestAccount``.
+    The account of a split request is a ``PairAccount``.
     """
 
     _left_out = PREFILLER_HEADERS
@@ -84,18 +78,16 @@ class TwoStepExchange(Exchange):
     _prefill_retries = 0
     _decode_retries = 0
     _prefill_sends: Sends | None = None
-    """Send limit of step 1, separate from step 2."""
     _prefill_pause: asyncio.TimerHandle | None = None
     _is_streamed = False
-    """True if the client asked for a stream."""
     _request_id = b""
     _prefill_usage: Usage | None = None
     _since_s: float | None = None
-    """Time of its last tokens; unstreamed: start of its decoding."""
+    """Time of its last tokens; unstreamed: start of decoding."""
 
     # -- the pair
 
-    def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
+    def _pick(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
         of, request = self._of, self._request
         if before is None and self._scheduler is of.scheduler:
             self._split()
@@ -135,7 +127,6 @@ class TwoStepExchange(Exchange):
 
     @property
     def _split_from(self) -> int:
-        """Tokens that a decode server must lack for two steps."""
         return self._of.settings.disaggregation.split_from
 
     def _prefill_servers(self) -> Collection[str] | None:
@@ -143,7 +134,7 @@ class TwoStepExchange(Exchange):
         avoid = self._avoided(time.monotonic())
         return of.backends.able(self._request, self._tried, of.settings.limits.max_waiting, avoid)
 
-    def _send(self, placement: Placement) -> None:
+    def _send(self, placement: ScheduledRequest) -> None:
         if self._fields is None:
             super()._send(placement)
             return
@@ -253,7 +244,6 @@ class TwoStepExchange(Exchange):
             self._ask_prefill(account)
 
     def _do_without_prefill(self) -> None:
-        """Let the decode server compute the prompt, if allowed."""
         of, account, result = self._of, self._pair, self._log
         account.prefill_lost(time.monotonic())
         if self._streaming:
@@ -266,7 +256,6 @@ class TwoStepExchange(Exchange):
         self._continue(account, None)
 
     def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
-        """Ask the decode server after step 1, unless it is already working."""
         if self._of.room is not None:
             self._of.deferred.run(self._of.room.poll)  # a prefill server has room now
         self._params = params
@@ -285,7 +274,6 @@ class TwoStepExchange(Exchange):
             account.first_byte(self._since_s)
 
     def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
-        """Pass the prefill server's error on: the request is wrong."""
         self._prefill = None
         self._of.backends.on_answer(self, server, time.monotonic(), is_good=False)
         self._of.metrics.prefilled(server, "client-error")
@@ -373,7 +361,7 @@ class TwoStepExchange(Exchange):
             return
         self._ask_decode(account)
 
-    def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
+    def _place_rest(self, before: ScheduledRequest, rest: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation at a single server: the KV values went to the failed server."""
         if self._fields is not None:
             prefill, self._prefill = self._prefill, None
@@ -453,13 +441,13 @@ class TwoStepExchange(Exchange):
 
 
 class _PrefillCall:
-    """Step 1 at a server: reports its complete answer, or a failure."""
+    """Step 1 at a server."""
 
     def __init__(self, exchange: TwoStepExchange, server: str, within_s: float) -> None:
         self.server = server
         self._exchange = exchange
         self._within_s = within_s
-        self._call: Call | None = None
+        self._call: UpstreamCall | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []

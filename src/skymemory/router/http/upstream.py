@@ -1,8 +1,7 @@
 """Connection pools to the servers: keep-alive, one request at a time per connection, parsed by llhttp.
 
-1. ``Pool.ask`` takes an idle connection, or opens a new connection; ``Call`` is the request.
-2. ``UpstreamConnection`` parses the response and reports it to the caller's ``Receiver`` by callbacks.
-3. At its end the connection returns to the pool.
+``Pool.ask`` takes a connection for an ``UpstreamCall``; ``UpstreamConnection`` reports the response to its ``Receiver``
+and returns to the pool.
 """
 
 from __future__ import annotations
@@ -30,26 +29,16 @@ from skymemory.router.tls import Access, Authorities
 KEEP_S = 4.0
 """Maximum idle time; uvicorn, under most engines, closes after 5 s."""
 MAX_HEAD_BYTES = 131_072
-"""Limit of status line and headers together."""
 MAX_CONNECTING = 64
-"""Maximum concurrent connects to a server; further requests wait. A burst of a thousand would overflow the server's
-accept queue: some would wait a second or be refused.
-"""
+"""Maximum concurrent connects: a burst of a thousand would overflow the server's accept queue."""
 FILES_AGAIN_S = 0.02
-"""Delay of a new connect after files were short."""
 _FILES_SHORT = (errno.EMFILE, errno.ENFILE)
 JOIN_BYTES = 65_536
-"""Maximum body that is sent in one write with its head."""
+"""Maximum body sent in one write with its head."""
 
 
 class UpstreamError(Exception):
-    """No response, or an incomplete response.
-
-    Args:
-        connected: a connection was established.
-        refused: the address refused the connection.
-        cause: becomes ``__cause__``; a parameter, because the error is seldom raised.
-    """
+    """No response, or an incomplete response. ``cause`` becomes ``__cause__``: the error is seldom raised."""
 
     def __init__(
         self, why: str, *, connected: bool = True, refused: bool = False, cause: BaseException | None = None
@@ -67,7 +56,7 @@ class ResponseHead:
         """Check the head.
 
         Raises:
-            UpstreamError: an invalid status, or a transfer coding that was not requested.
+            UpstreamError: an invalid status, or an unrequested transfer coding.
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
@@ -76,7 +65,6 @@ class ResponseHead:
         self.headers = headers
         self.chunked = False
         self.framed = bool(headers.first.get(b"content-length")) or status in (204, 304)
-        """True if the head says where the body ends."""
         if b"transfer-encoding" in headers.first:
             lines = headers.all_of(b"transfer-encoding")
             codings = transfer_codings(lines)
@@ -90,7 +78,7 @@ class ResponseHead:
 
 
 class Receiver(Protocol):
-    """Caller's callbacks; the last call is ``response_failed``, or ``response_data`` with ``ended``."""
+    """Callbacks; the last call is ``response_failed``, or ``response_data`` with ``ended``."""
 
     def response_begins(self, head: ResponseHead) -> None: ...
 
@@ -100,9 +88,7 @@ class Receiver(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """A request to a server."""
-
+class UpstreamCall:
     pool: Pool
     receiver: Receiver | None
     head: bytes
@@ -119,7 +105,6 @@ class Call:
             self.pool.connect(self)
 
     def connect(self) -> None:
-        """Send the request again: the kept connection was closed."""
         self.connection = None
         self.pool.connect(self)
 
@@ -133,7 +118,7 @@ class Call:
             receiver.response_failed(error)
 
     def close(self) -> None:
-        """Cancel the request and abort the connection, so that the server notices at once."""
+        """Abort, so that the server notices at once."""
         self.receiver = None
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -151,7 +136,7 @@ class Call:
 class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._call: Call | None = None
+        self._call: UpstreamCall | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self.on_header = native.pairs_into(self._headers)
@@ -161,12 +146,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._paused = False
         self.gone = False
-        """True if it takes no further request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def ask(self, call: Call, fresh: bool) -> None:
+    def ask(self, call: UpstreamCall, fresh: bool) -> None:
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
             self._failed(call, fresh, UpstreamError("it closed the connection before the first byte"))
@@ -225,7 +209,7 @@ class UpstreamConnection(asyncio.Protocol):
                 return  # the receiver has cancelled it
         self._deliver(call, receiver)
 
-    def _deliver(self, call: Call, receiver: Receiver) -> None:
+    def _deliver(self, call: UpstreamCall, receiver: Receiver) -> None:
         pieces, is_complete = self._pieces, self._ended
         if not pieces and not is_complete:
             return
@@ -235,7 +219,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._release(call)
         receiver.response_data(piece, is_complete)
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: UpstreamCall) -> None:
         self._call = call.connection = call.receiver = None
         self.resume()
         self._pool.give_back(self)
@@ -262,7 +246,7 @@ class UpstreamConnection(asyncio.Protocol):
         cause = error or ConnectionResetError() if head is None else None
         self._failed(call, self._fresh or self._begun, UpstreamError(why, cause=cause))
 
-    def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
+    def _failed(self, call: UpstreamCall, for_good: bool, error: UpstreamError) -> None:
         # The server may have closed a kept connection while it was idle. It may also have read the request, so sending
         # it again counts.
         if not for_good and call.receiver is not None and call.sends.remaining:
@@ -338,7 +322,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """True if it is open, and the last request was sent completely."""
         transport = self._transport
         return (
             not self.gone
@@ -373,39 +356,36 @@ class Pool:
     def __init__(self, url: str, connect_s: float, access: Access = Access()) -> None:  # noqa: B008 - never changed
         parts = urlsplit(url)
         self.host = parts.netloc.encode("ascii")
-        """Value of the Host header."""
         self.path = parts.path.rstrip("/").encode("ascii")
-        """Prefix of request paths."""
         self.connect_s = connect_s
         self._name = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = access.tls or (ssl.create_default_context() if parts.scheme == "https" else None)
         self.authorization = b"Authorization: Bearer %s\r\n" % access.key.encode("ascii") if access.key else b""
-        """Header line with the server's own key; empty: the client's key is passed on."""
+        """Header line with the server's key; empty: the client's is passed on."""
         self._idle: deque[tuple[float, UpstreamConnection]] = deque()
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
         self.on_files_short: Callable[[], None] = lambda: None
-        """Callback when files are short: close idle connections."""
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[UpstreamCall] = deque()
 
     def ask(
         self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None
-    ) -> Call:
+    ) -> UpstreamCall:
         """Send a request.
 
         Args:
             head: request line and headers, with the empty line.
             has_body: the response may have a body.
-            sends: send limit; None: once, and again after a failed kept connection.
+            sends: limit; None: once, and again after a failed kept connection.
         """
-        call = Call(self, receiver, head, body, has_body, sends or Sends(2))
+        call = UpstreamCall(self, receiver, head, body, has_body, sends or Sends(2))
         call.start()
         return call
 
     def take_idle(self) -> UpstreamConnection | None:
-        """Return the most recently used idle connection, so that superfluous connections expire."""
+        """Return the last used idle connection, so that superfluous connections expire."""
         while self._idle:
             since_s, connection = self._idle.pop()
             if connection.is_free and monotonic() - since_s < KEEP_S:
@@ -414,7 +394,6 @@ class Pool:
         return None
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """Use the connection for a waiting request, or keep it idle."""
         if self._closed or not connection.is_free:
             connection.close()
             return
@@ -426,14 +405,12 @@ class Pool:
             self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
 
     def close(self) -> None:
-        """Close idle connections, and used connections when given back."""
         self._closed = True
         if self._reaping is not None:
             self._reaping.cancel()
         self.close_idle()
 
-    def connect(self, call: Call) -> None:
-        """Open a connection now, or when fewer are being opened."""
+    def connect(self, call: UpstreamCall) -> None:
         if len(self._connecting) >= MAX_CONNECTING:
             self._waiting.append(call)
             return
@@ -446,14 +423,14 @@ class Pool:
         if (call := self._next()) is not None:
             self.connect(call)
 
-    def _next(self) -> Call | None:
+    def _next(self) -> UpstreamCall | None:
         while self._waiting:
             call = self._waiting.popleft()
             if call.receiver is not None:
                 return call
         return None
 
-    async def _connect(self, call: Call) -> None:
+    async def _connect(self, call: UpstreamCall) -> None:
         try:
             async with asyncio.timeout(self.connect_s):
                 connection = await self._open()
@@ -469,11 +446,7 @@ class Pool:
                 call.send(connection, fresh=True)
 
     async def _open(self) -> UpstreamConnection:
-        """Open a connection; if files are short, again after closing idle connections.
-
-        Raises:
-            OSError: the connection failed.
-        """
+        """Open a connection; if files are short, retry after closing idle connections."""
         loop = asyncio.get_running_loop()
         for is_last in (False, True):
             try:
@@ -509,7 +482,6 @@ class Pools:
         self._backends: dict[str, Backend] = {}
         self.access: dict[str, Access] = {}
         self.on_files_short: Callable[[], None] = lambda: None
-        """Callback when files are short, after idle connections to servers were closed."""
 
     def __getitem__(self, name: str) -> Pool:
         return self._pools[name]

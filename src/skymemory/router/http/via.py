@@ -1,7 +1,7 @@
-"""The Via header (RFC 9110, section 7.6.3): names the routers that a message has passed, to detect loops.
+"""The Via header (RFC 9110, section 7.6.3), to detect loops.
 
-Two routers that name each other as servers would forward a request endlessly, with two connections per pass, until a
-router has no file handle left. Each router adds its own name and refuses a request that already has it.
+Routers that name each other as servers would forward a request until no file handle is left. So each adds its name and
+refuses a request that has it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.http.connection import Headers
 
 MAX_HOPS = 32
-"""Maximum proxies of a request: ends loops through proxies that remove this router's name."""
+"""Limit of loops through proxies that remove this name."""
 
 
 class Via:
     def __init__(self) -> None:
         self.name = b"skymemory-" + secrets.token_hex(6).encode()
-        """Random: routers at the same address must differ, and clients should not see host names."""
+        """Random: routers must differ, and clients should not see host names."""
         self.lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
-        """Header line by the HTTP version of the received message."""
 
     def refusal(self, headers: Headers) -> ApiError | None:
         """Return 508 for a request that has passed this router, or ``MAX_HOPS`` proxies."""

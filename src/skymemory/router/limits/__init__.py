@@ -1,1 +1,1 @@
-"""Limits of resources that clients of the HTTP proxy share. Pure objects: they get the time and return decisions."""
+"""Limits of resources that clients of the HTTP proxy share. Pure: the time is an argument."""

@@ -1,20 +1,16 @@
-"""Clients' connections, limited by the process's open files: selects the connection to close for a new one.
+"""Clients' connections, limited by the process's open files.
 
-A seat is a connection's entry in the table, with its holder (the client's address) and its state. When the table is
-full, the victim is the first seat in this order; within a state, the oldest seat of the address with the most seats:
+A full table closes the first seat in this order; within a state, the oldest seat of the address with the most seats:
 
-1. ``HEAD`` for ``LATE_S``: no complete head yet, including the TLS handshake;
-2. ``IDLE``: between two requests, after a single request;
-3. ``KEPT``: idle after several requests, so its client uses it;
-4. ``UNREAD`` for ``LATE_S``: the client does not read the response;
-5. ``BODY`` for ``LATE_S``: the body is incomplete;
+1. ``HEAD`` for ``LATE_S``: no complete head, or no TLS handshake;
+2. ``IDLE``: after a single request;
+3. ``KEPT``: idle after several requests;
+4. ``UNREAD`` for ``LATE_S``;
+5. ``BODY`` for ``LATE_S``: incomplete;
 6. any other ``HEAD``, ``BODY``, ``UNREAD``.
 
-``BUSY`` seats, whose requests are at servers, are never closed.
-
-A kept connection alternates between busy and idle with every request. These changes only set fields of its seat
-(``is_busy``, ``since_s``); ``victim`` corrects its queue when it meets the seat. So all steps take constant time, the
-search for a victim amortized over the requests before it.
+``BUSY`` seats, whose requests are at servers, are never closed. All steps take (amortized) constant time: kept seats
+only change fields, and ``victim`` corrects their queue.
 """
 
 from __future__ import annotations
@@ -130,7 +126,6 @@ class ConnectionTable(Generic[Owner]):
         return self.count > self.most
 
     def victim(self, now_s: float) -> Seat[Owner] | None:
-        """Return the seat to close; None: all are busy."""
         for state, least_s in _ORDER:
             first = self._first(state)
             if first is not None and now_s - first[1] >= least_s:

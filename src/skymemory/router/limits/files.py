@@ -13,7 +13,7 @@ MAX_CONNECTIONS = 8192
 
 
 def client_connections(files: int | None, backends: int, per_request: int = 1) -> int:
-    """Return the client connections that leave ``per_request`` server connections each. ``files``: None: no limit."""
+    """Return the client connections that leave ``per_request`` server connections each."""
     if files is None:
         return MAX_CONNECTIONS
     available = files - SPARE_FILES - FILES_PER_BACKEND * backends
@@ -21,7 +21,6 @@ def client_connections(files: int | None, backends: int, per_request: int = 1) -
 
 
 def open_files() -> int | None:
-    """Return the limit of open files; None: no limit."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -31,7 +30,7 @@ def open_files() -> int | None:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files: a request takes two connections, and many systems allow 1,024 files."""
+    """Raise the limit of open files: many systems allow 1,024."""
     try:
         import resource
     except ImportError:

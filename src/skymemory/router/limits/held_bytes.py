@@ -1,15 +1,12 @@
-"""Memory that clients share: bytes of request bodies and heads, or of responses that clients do not read.
+"""Memory that clients share: bytes of request bodies and heads, or of unread responses.
 
-An incomplete item (a body or a response of which a part is missing or unread) holds memory as long as its client likes.
-If a holder exceeds its share (``SharedLimit``), a victim is selected:
+If a holder exceeds its share (``SharedLimit``), the victim is:
 
-1. the incomplete item with the longest time without progress, if that is ``SLOW_S``; progress means ``PROGRESS_BYTES``,
-   so that single bytes do not count. The holder's own items come before those of the holder with the most incomplete
-   bytes;
-2. else the largest incomplete item of the holder itself.
+1. the incomplete item that made no progress (``PROGRESS_BYTES``) for longest, at least ``SLOW_S``: of the holder, or of
+   the holder with most incomplete bytes;
+2. else the holder's largest incomplete item.
 
-Without a victim the new bytes are refused: the holder's share is used by complete requests. All steps take constant
-time.
+Without a victim the new bytes are refused: complete requests use the share. All steps take constant time.
 """
 
 from __future__ import annotations
@@ -22,14 +19,12 @@ from skymemory.router.limits.shares import SharedLimit, Shares
 
 Item = TypeVar("Item", bound=Hashable)
 SLOW_S = 1.0
-"""Time without progress after which an item is dropped first."""
 PROGRESS_BYTES = 16_384
 
 
 class Victim(NamedTuple, Generic[Item]):
     item: Item
     is_slow: bool
-    """False: it is the largest item."""
 
 
 @dataclass(slots=True)
@@ -76,7 +71,7 @@ class HeldBytes(Generic[Item]):
             del self._incomplete[holder]
 
     def victim(self, holder: Hashable, now_s: float) -> Victim[Item] | None:
-        """Return the item to drop if ``limit`` has no room for ``holder``; None: refuse the new bytes."""
+        """Return the item to drop; None: refuse the new bytes."""
         for candidate in (holder, self._holders.heaviest()):
             items = self._incomplete.get(candidate)
             if items is not None:

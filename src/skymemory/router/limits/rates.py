@@ -1,9 +1,8 @@
-"""Minimum rate of a slow body or head."""
+"""Minimum rate of a body."""
 
 from __future__ import annotations
 
 GRACE_S = 20.0
-"""Maximum pause of a body."""
 
 
 class LeastRate:
@@ -15,6 +14,5 @@ class LeastRate:
         self.due_s = now_s + GRACE_S
 
     def add(self, amount: int, rate: float, now_s: float) -> float:
-        """Count ``amount`` bytes, and return the new deadline."""
         self.due_s = min(now_s + GRACE_S, self.due_s + amount / rate)
         return self.due_s

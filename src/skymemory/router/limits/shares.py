@@ -11,11 +11,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Shares(Generic[Key]):
-    """Amounts by key, and a heaviest key in constant time.
-
-    Keys are in levels by the bit length of their amounts, so the heaviest key is exact to a factor of two; of a level,
-    the oldest key is returned.
-    """
+    """Amounts by key, and in constant time a heaviest key, exact to a factor of two (levels by bit length)."""
 
     __slots__ = ("_amounts", "_levels", "_occupied")
 
@@ -23,7 +19,6 @@ class Shares(Generic[Key]):
         self._amounts: dict[Key, int] = {}
         self._levels: list[dict[Key, None]] = []
         self._occupied = 0
-        """Bit set of levels with keys."""
 
     def of(self, key: Key) -> int:
         return self._amounts.get(key, 0)
@@ -32,7 +27,6 @@ class Shares(Generic[Key]):
         return len(self._amounts)
 
     def change(self, key: Key, by: int) -> None:
-        """Add to a key's amount; at 0 the key is forgotten."""
         before = self._amounts.get(key, 0)
         now = before + by
         if now > 0:
@@ -62,8 +56,7 @@ class Shares(Generic[Key]):
 class SharedLimit:
     """A limit of which a holder may have at most ``PART`` times the free amount.
 
-    So a single holder gets four fifths, two get four ninths each, and some remains for a new holder (a dynamic
-    threshold, as in shared buffers of switches).
+    A single holder gets four fifths, two get four ninths each (a dynamic threshold, as in shared buffers of switches).
     """
 
     PART = 4
@@ -93,7 +86,6 @@ class SharedLimit:
         return amount <= free and holder_amount < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
-        """Add 1 if the holder has room."""
         free = self.most - self.held
         holder_amount = self._by_holder.get(holder, 0)
         if free < 1 or holder_amount >= self.PART * free:
@@ -113,7 +105,7 @@ class SharedLimit:
 
 @lru_cache(maxsize=4096)
 def holder_of(address: str) -> str:
-    """Return the address, or its /64 in IPv6, since a host has a whole /64."""
+    """Return the address, or its /64 in IPv6, which a host owns."""
     if ":" not in address:
         return address
     try:

@@ -1,10 +1,9 @@
-"""Web pages that a router on loopback must not serve: a browser on this computer would send their requests.
+"""Web pages that a router on loopback must not serve.
 
-- ``Origin`` names the page of a script or form. It must be the router's own, a page on this computer, or allowed by
-  CORS. Installed programs (browser extensions, desktop applications) use their own schemes and are allowed.
-- ``Host``: a page may let its own name resolve to 127.0.0.1 (DNS rebinding), and then has the same origin. So the name
-  must be one that no stranger can own: an address, a name without a dot, a name with a reserved ending, or a name in
-  the setting ``hosts``.
+- ``Origin`` must be the router's own, a page on this computer, or allowed by CORS. Schemes of programs (browser
+  extensions) are allowed.
+- ``Host``: a page may let its own name resolve to 127.0.0.1 (DNS rebinding). So only names that no stranger can own are
+  allowed: an address, a name without a dot or with a reserved ending, or a name in ``hosts``.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ from urllib.parse import urlsplit
 
 ANY = "*"
 _RESERVED = (".localhost", ".local", ".internal", ".test", ".home.arpa")
-"""Name endings that the public DNS does not have."""
 _MAX_KNOWN = 256
 
 
 class Strangers:
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
-        """``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
+        """Create it. ``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._known: set[bytes] = set()
 
     def refusal(self, host: bytes | None, origin: bytes | None) -> str | None:
-        """Return the reason to refuse a request; None: it is allowed."""
+        """Return the reason to refuse; None: allowed."""
         if host is not None and host not in self._known:
             if not self._is_own(_name_of(host)):
                 return (
@@ -76,7 +74,6 @@ class Strangers:
 
 
 def _name_of(host: bytes) -> str:
-    """Return the name or address without port, brackets and final dot."""
     words = host.decode("latin-1").strip().lower()
     if words.startswith("["):
         return words[1:].partition("]")[0]

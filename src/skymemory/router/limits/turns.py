@@ -1,4 +1,4 @@
-"""A thread for large jobs: runs one job at a time, and takes turns between holders."""
+"""A thread for large jobs, one at a time, in turns between holders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ class Turns:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        """Jobs by holder, the next holder first."""
         self._is_busy = False
 
     async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
-        """Run ``work`` in the thread at the holder's turn. Even if the caller is cancelled, the next job waits for its
-        end, because it holds its memory.
+        """Run ``work`` at the holder's turn. The next job waits for its end even if it is cancelled, since it holds
+        memory.
         """
         loop = asyncio.get_running_loop()
         await self._wait(holder, loop)

@@ -1,22 +1,17 @@
-"""Continuation of a streamed answer whose server fails, by another server: ``StreamContinuation``.
+"""Continuation of a streamed answer by another server if its own fails.
 
-1. Events of the stream pass through ``add`` on their way to the client, each as soon as it is complete. Their content
-   is kept.
-2. When the server fails, ``prepare_rest`` returns the request for what is missing: the text so far becomes the end of
-   the prompt. It is appended to a completion's prompt. A chat gets it as the assistant's message, with
-   ``continue_final_message`` and without ``add_generation_prompt`` (vLLM from 0.6.3 on; SGLang from 0.4.4 on, which
-   only needs the first field). The token limit is reduced by what was sent.
-3. Events of the other server pass through ``add``, too, and become events of the same stream: ``id``, ``created`` and
-   ``model`` stay, the role is sent once, and the usage is that of the complete answer.
+1. Events pass through ``add`` to the client, each as soon as it is complete; their content is kept.
+2. ``prepare_rest`` returns the request for the rest: the text so far ends the prompt, in a chat as the assistant's
+   message with ``continue_final_message`` and without ``add_generation_prompt`` (vLLM from 0.6.3, SGLang from 0.4.4).
+   The token limit falls by what was sent.
+3. Events of the other server pass through ``add`` and join the stream.
 
-An answer is not continued if the text does not determine the rest, or if the client would get something twice: several
-choices, log probabilities, a tool call, reasoning, a grammar that would begin again, token ids for a prompt without a
-tokenizer. Chat templates cut off spaces at the end of a chat's text, so these are left to the other server, and dropped
-if it repeats them. The text is handed over, not its tokens: if the other server tokenizes it differently, it may
-continue differently, too.
+An answer is not continued if the text does not determine the rest or the client would get something twice: several
+choices, log probabilities, tool calls, reasoning, a grammar, token ids without a tokenizer. Chat templates cut off
+trailing spaces: repeated spaces are dropped. The other server may tokenize the text differently, and then continue
+differently.
 
-Sent tokens are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which engines
-send one per token.
+Sent tokens are counted by the tokenizer, the usage in the chunks, or the number of chunks.
 """
 
 from __future__ import annotations
@@ -33,14 +28,11 @@ from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
 from skymemory.router.prompts.splitting import Fields, fields_of
 
 ENGINES = frozenset(("vllm", "sglang", "skymemory"))
-"""Engines that continue a chat's last message, by ``owned_by`` in their models. Others would begin again."""
+"""Engines (``owned_by``) that continue a chat's last message."""
 COMPLETION_TOKENS = 16
-"""Default limit of a completion."""
 MAX_HELD_BYTES = 1 << 20
-"""Limit of an incomplete event."""
 MAX_TEXT_LETTERS = 1 << 20
 COMPACT_BYTES = 16_384
-"""Size of events that are kept before they are read: most streams end before."""
 DONE = b"data: [DONE]\n\n"
 
 _UNSET = (b"", b"null")
@@ -58,7 +50,6 @@ _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
 }
 """Fields that prevent a continuation, except with these values."""
 _SERVERS_ERRORS = ("server_error", "InternalServerError")
-"""Types of errors in a stream that the server caused."""
 _SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -103,34 +94,23 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Remaining part of an answer."""
-
     body: bytes = b""
-    """Body of the request for it; empty: none is needed."""
+    """Body of the request; empty: none is needed."""
     ending: bytes = b""
-    """Events that end the stream if no request is needed."""
     by_chat: bool = False
-    """True if the other server must be able to continue a chat's last message."""
+    """True if the server must continue a chat's last message."""
 
 
 class StreamContinuation:
-    """A streamed answer; see the module. No I/O."""
-
     def __init__(self, path: str, body: bytes, tokens_of: Callable[[str], list[int]] | None = None) -> None:
-        """Create it. ``tokens_of`` returns the tokens of a text, without special tokens; None: no tokenizer."""
         self._path, self._body, self._tokens_of = path, body, tokens_of
         self._held = b""
-        """Incomplete event."""
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_over_long = False
         self._fields: Fields | None = None
-        """Fields of the request; None: not read yet."""
         self.failure = ""
-        """Error of an event by which the server reports its failure (its engine has died).
-
-        The event and what follows are withheld.
-        """
+        """Error event by which the server reports its failure. It and what follows are withheld."""
         self.withheld = b""
         # State of what was sent:
         self._cannot = self._is_done = False
@@ -138,17 +118,14 @@ class StreamContinuation:
         self._letters = 0
         self._chunks = 0
         self._blank_chunks = 0
-        """Chunks of white space at the end."""
         self._reported_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._had_role = self._had_usage = False
         self._finish: str | None = None
         self._first: dict[str, Any] | None = None
-        """Fields of the first chunk that every chunk has: all but choices and usage."""
         # State of the current server, unless it is the first:
         self._is_continued = self._is_discarding = False
         self._blanks = ""
-        """Spaces at the end of the text so far, which are not repeated."""
         self._tokens_before = 0
 
     # -- events on their way to the client
@@ -234,14 +211,14 @@ class StreamContinuation:
 
     @property
     def is_complete(self) -> bool:
-        """True if the last event or a finish reason has arrived, or if that is unknown."""
+        """True if the answer has ended, or its state is unknown."""
         if self._is_done or self._is_over_long:
             return True
         self._read()
         return self._cannot or self._finish is not None
 
     def prepare_rest(self) -> Rest | None:
-        """Return what remains; None: no other server can continue. An incomplete event is dropped."""
+        """Return what remains; None: no other server can continue."""
         self._held = self.withheld = b""
         self.failure = ""
         self._read()
@@ -307,7 +284,6 @@ class StreamContinuation:
         return [*prompt, *self._tokens_of(text)] if is_tokens and self._tokens_of is not None else None
 
     def _finishing(self) -> bytes:
-        """Return the chunk that ends the only choice, unless it was sent."""
         if self._finish is not None or self._first is None:
             return b""
         content: dict[str, Any] = {"delta": {}} if self._path == CHAT_COMPLETIONS else {"text": ""}
@@ -317,7 +293,7 @@ class StreamContinuation:
     # -- events of another server
 
     def _of_one_stream(self, event: bytes) -> bytes:
-        """Return the event as the first server would have sent it; empty: the client has it already."""
+        """Rewrite an event as the first server's; empty: the client has it already."""
         json = _json_of(event)
         if json is None:
             return event
@@ -337,7 +313,6 @@ class StreamContinuation:
         return b"data: " + _encode({**chunk, **(self._first or {})}) + b"\n\n"
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """Return None if the client has it already."""
         delta = choice.get("delta")
         holder, name = (choice, "text") if delta is None else (delta, "content")
         if delta is not None and self._had_role:
@@ -364,7 +339,7 @@ class StreamContinuation:
         return text
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Compute the complete answer's usage from that of the rest, whose prompt contains the text sent before."""
+        """Compute the complete answer's usage: the rest's prompt contains the text sent before."""
         before, prompt = self._tokens_before, usage["prompt_tokens"]
         if self._prompt_tokens is not None and self._prompt_tokens <= prompt:
             before = prompt - self._prompt_tokens
@@ -382,7 +357,7 @@ def _is_continuable(fields: Fields) -> bool:
 
 
 def _limit(fields: Fields, path: str) -> int | None:
-    """Return the token limit of the complete answer; None: as many as fit."""
+    """Return the answer's token limit; None: as many as fit."""
     limits = _token_limits(fields, None)
     limits.pop("min_tokens", None)
     if path == COMPLETIONS and _raw(fields, "max_tokens") == b"":
@@ -426,7 +401,7 @@ def _events(data: bytes) -> list[bytes]:
 
 
 def _failure_in(event: bytes) -> str:
-    """Return the message of an error of the server (not of the request); empty if there is none."""
+    """Return the message of an error of the server (not of the request), or nothing."""
     if (json := _json_of(event)) is None:
         return ""
     try:
@@ -441,7 +416,6 @@ def _failure_in(event: bytes) -> str:
 
 
 def _json_of(event: bytes) -> bytes | None:
-    """Return the JSON of an event; None: a comment, or the end."""
     if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:
         return event[6:-2]
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]

@@ -1,7 +1,6 @@
-"""Limits on the lists, objects, texts and numbers of a body, which bound the time and memory of decoding it.
+"""Limits on the items of a body, which bound the time and memory of decoding.
 
-A body of 16 MiB may hold millions of tiny values, each of which becomes an object. A decoder holds the interpreter lock
-until it is done, so that even in a thread it would stop the event loop. Counting decodes nothing.
+16 MiB may hold millions of values, and a decoder holds the interpreter lock until it is done, even in a thread.
 """
 
 from __future__ import annotations
@@ -10,28 +9,23 @@ from skymemory import native
 from skymemory.router.api_error import ApiError
 
 MAX_LISTS = 32_768
-"""Limit of lists and objects: messages, their parts, tools and the objects of a tool's schema."""
 MAX_TEXTS = 65_536
-"""Limit of texts and names of fields. A message has about four, and each of its parts as many."""
 MAX_VALUES = 131_072
 MAX_TOKEN_NUMBERS = 4 << 20
-"""Limit of values if a prompt may be tokens: more than the longest context."""
+"""Limit if a prompt may be tokens: more than the longest context."""
 MAX_FIELDS = 1024
 UNCOUNTED_BYTES = 8192
-"""Length below which a body is read in much less than a turn of the event loop."""
+"""Length below which a body needs no count."""
 IN_LOOP_BYTES = 131_072
 IN_LOOP_LISTS = 1024
 IN_LOOP_VALUES = 8192
 
 
 def check_items(body: bytes, takes_tokens: bool) -> None:
-    """Check the limits.
-
-    Args:
-        takes_tokens: the path's prompts may be lists of token numbers.
+    """Check the limits. ``takes_tokens``: prompts may be token numbers.
 
     Raises:
-        ApiError: 400, the body holds more than the limits allow.
+        ApiError: 400, the body holds more.
     """
     if len(body) < UNCOUNTED_BYTES:
         return
@@ -48,7 +42,7 @@ def check_items(body: bytes, takes_tokens: bool) -> None:
 
 
 def is_read_in_loop(body: bytes) -> bool:
-    """Return True if reading is fast enough for the event loop; otherwise a thread should read it."""
+    """Return True if the event loop may read it; otherwise a thread should."""
     if len(body) < UNCOUNTED_BYTES:
         return True
     if len(body) >= IN_LOOP_BYTES:

@@ -1,11 +1,11 @@
-"""Reader of the body of an OpenAI request: hashed blocks of the prompt, model, session, tenant.
+"""Reader of an OpenAI request: hashed blocks of the prompt, model, session, tenant.
 
-1. Responses and Messages are read as the chat completions that they are to an engine (``apis``). ``read_body`` decodes
-   the fields that matter to a router; the engine validates all others.
-2. The prompt becomes bytes: 64 bytes of UTF-8 per block (16 tokens, at an estimated 4 bytes each) or, with the engine's
-   tokenizer, the engine's own blocks of tokens.
+1. Responses and Messages are read as chat completions (``apis``). The engine validates all fields that do not matter
+   here.
+2. The prompt becomes bytes: 64 bytes of UTF-8 per block (16 tokens of an estimated 4 bytes) or, with a tokenizer, the
+   engine's blocks of tokens.
 3. Blocks are hashed in a chain, whose seed is model, adapter and salt.
-4. Headers and further fields name session, tenant, priority and promised times (``Clients``, ``promised``).
+4. Headers and fields name session, tenant, priority and promised times.
 """
 
 from __future__ import annotations
@@ -43,24 +43,22 @@ CHAT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
 PROMPT_PATHS = CHAT_PATHS | API_PATHS
 BYTES_PER_TOKEN = 4
 MAX_NAME_LETTERS = 256
-"""Limit of names of models, adapters and sessions: they are stored, and written to headers."""
 TOKEN_BYTES = 4
-"""Size of a token in hashed bytes: unsigned, little-endian."""
+"""Size of a hashed token: unsigned, little-endian."""
 WHOLE_LIMIT = 1 << 63
-"""Bound of integers, positive and negative: the type of engines and of JSON parsers."""
 MAX_OUTPUT_TOKENS = 1 << 24
-"""Limit counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
+"""Limit counted for an answer, so that sums do not lose small numbers."""
 MAX_ANSWERS, _ANSWERS_DIGITS = 1 << 20, 7
 IMAGE_BYTES = 2048
-"""Size counted for an image, or another part that is not text: 512 tokens, as a rough estimate."""
+"""Size counted for a part that is not text: 512 tokens, a rough estimate."""
 LONG_PROMPTS_BYTES = 131_072
-"""Length (JSON) of a completion's prompts above which only the beginning of the first is decoded."""
+"""Length (JSON) above which only the beginning of the first prompt is decoded."""
 _NO_HASHES = np.empty(0, dtype=np.uint64)
 _seed = lru_cache(maxsize=1024)(request.seed)
 
 
 class PromptReader:
-    """Reader of requests. ``adapters`` maps LoRA adapters to their base models, and may change at any time.
+    """Reader of requests. ``adapters`` maps LoRA adapters to base models; it may change at any time.
 
     Raises:
         InvalidInput: the tokenizer cannot be read.
@@ -85,7 +83,6 @@ class PromptReader:
         self._promises = queues or admission.ttft_s > 0
         self._slo = slo_of(admission)
         self._pieces = settings.strategy == "simhash"
-        """True to hash each block separately, too: that strategy compares them."""
 
     def read(
         self,
@@ -100,16 +97,14 @@ class PromptReader:
         """Read a request.
 
         Args:
-            path: path of the request, with or without a query.
-            headers: headers by lower-case names.
-            client: address of the client, which identifies its session if nothing better does.
+            headers: by lower-case names.
+            client: address, which identifies the session if nothing better does.
             most_new: letters that may be tokenized; None: any number.
             is_counted: the body is known to hold few items (``is_read_in_loop``).
 
         Raises:
-            ApiError: a path without prompts (404), a body too large (413), or a body that cannot be read or holds too
-            many items (400).
-            TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
+            ApiError: a path without prompts (404), too large (413), unreadable or too many items (400).
+            TooMuchNewText: ``most_new`` would be exceeded.
         """
         path = path.partition("?")[0]
         if path not in PROMPT_PATHS:
@@ -170,10 +165,7 @@ class PromptReader:
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int, int]:
-        """Return bytes of the first prompt, which alone is matched; the tokens of all prompts; and their number.
-
-        The tokens of long prompts are estimated.
-        """
+        """Return bytes of the first prompt, which alone is matched; the tokens and number of all."""
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
             first, more, count = first_prompt(body, self._max_blocks * self._block_bytes // TOKEN_BYTES)
@@ -201,11 +193,7 @@ class PromptReader:
         return data, len(data) // TOKEN_BYTES
 
     def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer, salt: str, most_new: int | None) -> bytes:
-        """Return the tokens of a chat by the engine's chat template.
-
-        If there is none or it fails, the flat text is tokenized: equal chats then still match, and the engine reports
-        what is wrong.
-        """
+        """Return a chat's tokens by the template. If it fails, use the flat text: equal chats still match."""
         read_messages(body)
         messages: list[dict[str, Any]] = anything(body.messages, "messages")
         tools = anything(body.tools, "tools") if bytes(body.tools) else None
@@ -226,7 +214,6 @@ class PromptReader:
         return (model, "") if base is None else (base or model, model)
 
     def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:
-        """Return the session: its header, or else its cookie, the body's ``user`` or the client's address."""
         if session := headers.get(self._session_header):
             return session
         if cookies := headers.get("cookie"):
@@ -247,15 +234,14 @@ def _tokens(data: bytes) -> int:
 
 
 def without_prompt(tokens: int = 0) -> Request:
-    """Return a request without a prompt to match, which counts as a load of ``tokens``."""
     return Request(Prompt(_NO_HASHES, _NO_HASHES, 16.0, tokens))
 
 
 def output_limit(body: Body) -> int | None:
-    """Return the limit of the answer's tokens, at most ``MAX_OUTPUT_TOKENS``; None: no limit.
+    """Return the limit of output tokens, at most ``MAX_OUTPUT_TOKENS``; None: no limit.
 
     Raises:
-        ApiError: 400, the limit is not an integer of 64 bits.
+        ApiError: 400, it is not an integer of 64 bits.
     """
     limit = None if body.max_tokens is None else whole_number(body.max_tokens, "max_tokens")
     if body.max_completion_tokens is not None:
@@ -267,13 +253,12 @@ def output_limit(body: Body) -> int | None:
 
 
 def _answers(body: Body, prompts: int) -> int:
-    """Return the number of answers to generate, at most ``MAX_ANSWERS``. The engine validates both fields."""
     counts = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
     return min(prompts * max((1, *counts)), MAX_ANSWERS)
 
 
 def whole_number(value: float | None, param: str) -> int | None:
-    """Return a number of a body as an integer: JSON does not distinguish 16 from 16.0.
+    """Return an integer: JSON does not distinguish 16 from 16.0.
 
     Raises:
         ApiError: 400, it is not whole, or has more than 64 bits.
@@ -306,7 +291,6 @@ OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objecti
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 MAX_SLO_MS = 1e12
-"""Limit of a promised time: 30 years."""
 _KEY_DIGITS = 16
 _priority = msgspec.json.Decoder(int | float | None)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
@@ -315,15 +299,13 @@ _DECIMAL = re.compile(r"[0-9]{1,19}(\.[0-9]{0,19})?([eE][+-]?[0-9]{1,2})?")
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Headers to read, by lower-case names; empty: none."""
-
     tenant_header: str = ""
     priority_header: str = ""
     objectives: Mapping[str, int] | None = None
-    """Priorities of objectives by name; None: the inference extension's headers are not read."""
+    """Priorities of objectives; None: the inference extension's headers are not read."""
 
     def tenant(self, headers: Mapping[str, str], user: str) -> str:
-        """Return the tenant: its header, or else a digest of its API key or the body's ``user``."""
+        """Return the tenant by its header, or else a digest of its API key, or ``user``."""
         if self.tenant_header and (tenant := headers.get(self.tenant_header)):
             return tenant[:MAX_NAME_LETTERS]
         if self.objectives is not None and (tenant := _first(headers, FAIRNESS_HEADERS)):
@@ -333,9 +315,7 @@ class Clients:
         return user[:MAX_NAME_LETTERS]
 
     def priority(self, headers: Mapping[str, str], field: bytes) -> int:
-        """Return the priority by its header or objective (higher goes first).
-
-        Otherwise it is the body's ``priority`` (vLLM's: lower goes first).
+        """Return the priority by header or objective (higher goes first), else the body's (vLLM's: lower goes first).
 
         Raises:
             ApiError: 400, it is not an integer of 64 bits.
@@ -361,7 +341,7 @@ class Clients:
 
 
 def promised(headers: Mapping[str, str], default: Slo | None = None) -> Slo | None:
-    """Return the times promised to a request: by its headers or, if they are missing or 0, by ``default``.
+    """Return the promised times by the headers or, if missing or 0, by ``default``.
 
     Raises:
         ApiError: 400, a header is not a number of milliseconds.
@@ -394,7 +374,6 @@ def _clamped(level: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _digest(key: str) -> str:
-    """Replace a secret by a digest that may be stored, compared and shown."""
     return "key-" + hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:_KEY_DIGITS]
 
 
@@ -405,7 +384,7 @@ T = TypeVar("T")
 
 
 class Message(msgspec.Struct):
-    """Turn of a chat, without fields that are small or change with the content (a tool's name, reasoning)."""
+    """Turn of a chat, without small or changing fields."""
 
     role: str = ""
     content: str | list[msgspec.Raw] | None = None
@@ -413,16 +392,12 @@ class Message(msgspec.Struct):
 
 
 class LongMessage(msgspec.Struct):
-    """Message of a long chat: only the beginning of its content is decoded."""
-
     role: str = ""
     content: msgspec.Raw = msgspec.Raw()
     tool_calls: msgspec.Raw = msgspec.Raw()
 
 
 class Body(msgspec.Struct):
-    """Fields of /v1/completions and /v1/chat/completions that matter to a router."""
-
     model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     prompt_embeds: msgspec.Raw = msgspec.Raw()
@@ -458,9 +433,7 @@ _anything = msgspec.json.Decoder()
 STARTS_WITH_NUMBER = re.compile(rb"\s*\[\s*[-\d]")
 _STARTS_WITH_LIST = re.compile(rb"\s*\[\s*\[")
 _NUMBER_BYTES = 12
-"""Estimated size of a token in a list, with its comma and a space."""
 _ESCAPE_BYTES = 6
-"""Size of the longest escape of a letter in JSON."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PROMPT = -1
 """Key of the prompt in ``native.cut_texts``."""
@@ -478,7 +451,6 @@ def read_body(body: bytes) -> Body:
 
 
 def _read_without_texts(body: bytes) -> tuple[Body, Mapping[int, bytes]]:
-    """Separate a body's long texts, which need no decoding (``native.cut_texts``)."""
     remainder, texts = native.cut_texts(body)
     try:
         return read_body(remainder), texts
@@ -487,7 +459,7 @@ def _read_without_texts(body: bytes) -> tuple[Body, Mapping[int, bytes]]:
 
 
 def prompts_of(body: Body) -> list[bytes]:
-    """Return the prompts of a completion as bytes: UTF-8, or token numbers of ``TOKEN_BYTES``.
+    """Return a completion's prompts as bytes: UTF-8, or token numbers.
 
     Raises:
         ApiError: 400, there is no prompt, or it is neither text nor tokens.
@@ -496,7 +468,6 @@ def prompts_of(body: Body) -> list[bytes]:
 
 
 def read_prompts(body: Body) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion, at least one."""
     raw = bytes(body.prompt)
     if not raw or raw == b"null":
         if bytes(body.prompt_embeds):
@@ -517,11 +488,11 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
 
 
 def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int, int]:
-    """Read only the first of a list of prompts, or the beginning of a list of token numbers.
+    """Read only the first of several prompts, or the beginning of a list of token numbers.
 
     Returns:
-        The first prompt, or at least about ``most_tokens`` of its tokens; an estimate of all other tokens, which are
-        not decoded; and the number of prompts.
+        The first prompt, or at least about ``most_tokens`` of its tokens; an estimate of the other tokens; the number
+        of prompts.
     """
     raw = bytes(body.prompt)
     _, texts, commas, other_count, first_end = native.json_counts(raw)
@@ -539,7 +510,6 @@ def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int, in
 
 
 def _first_tokens(raw: bytes, most_tokens: int) -> list[int]:
-    """Return the first numbers of a list: at least ``most_tokens`` if it has as many, each of at most ten digits."""
     cut = most_tokens * _NUMBER_BYTES
     if len(raw) > cut and (end := raw.rfind(b",", 0, cut)) > 0:
         raw = raw[:end] + b"]"
@@ -556,9 +526,8 @@ def read_messages(body: Body) -> list[Message]:
 def chat_bytes(body: Body, most_bytes: int = sys.maxsize, texts: Mapping[int, bytes] = _NO_TEXTS) -> tuple[bytes, int]:
     """Return a chat as bytes, at least the first ``most_bytes``, and its full length.
 
-    Each earlier state of the conversation is a prefix. Tools come first, as in templates; then the role and content of
-    each turn, separated by control characters, which JSON text cannot hold unescaped. Images, and all other parts that
-    are not text, are digests of ``IMAGE_BYTES``.
+    Each earlier state of the conversation is a prefix. Tools come first, as in templates; control characters, which
+    JSON cannot hold unescaped, separate the texts.
     """
     parts = [b"\x02tools\x03", bytes(body.tools)] if bytes(body.tools) not in (b"", b"null", b"[]") else []
     size_bytes = sum(map(len, parts))
@@ -577,7 +546,6 @@ def _long_messages_of(body: Body) -> list[LongMessage]:
 
 
 def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes | None) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of a message, and how many bytes of its text are not decoded. ``text``: its content, if cut out."""
     yield b"\x02" + text_bytes(message.role) + b"\x03", 0
     content = message.content
     if text is not None:
@@ -600,7 +568,7 @@ def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes 
 
 
 def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
-    """Decode at least ``most_bytes`` of a text (UTF-8); return also how many bytes of ``raw`` are not decoded."""
+    """Decode at least ``most_bytes`` of a text (UTF-8); return also how many bytes are not decoded."""
     end = most_bytes * _ESCAPE_BYTES
     if len(raw) <= end:
         return text_bytes(_decoded(_text, raw, "messages.content")), 0
@@ -615,7 +583,6 @@ def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
 
 
 def part_bytes(raw: msgspec.Raw) -> bytes:
-    """Return the text of a part of a message, or a digest of an image's URL or data."""
     data = bytes(raw)
     if data[:1] == b'"':
         return text_bytes(_decoded(_text, data, "messages"))
@@ -626,7 +593,6 @@ def part_bytes(raw: msgspec.Raw) -> bytes:
 
 
 def digest_of(raw: bytes) -> bytes:
-    """Return a digest of 64 hexadecimal digits."""
     return hashlib.blake2b(raw, digest_size=32).hexdigest().encode("ascii")
 
 

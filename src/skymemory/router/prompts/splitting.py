@@ -1,13 +1,11 @@
 """Bodies of a request's two steps, in the dialect of vLLM's proxy for disaggregated prefill.
 
-1. The prefill server gets the client's body, limited to one token and not streamed. Its ``kv_transfer_params`` say that
-   another server decodes. It answers with the ``kv_transfer_params`` for the decode server.
-2. The decode server gets the client's body with these. It computes every token of the answer, including the first.
+1. The prefill server gets the body, limited to one token, not streamed. It answers with ``kv_transfer_params``.
+2. The decode server gets the body with these, and computes every token of the answer.
 
-Other fields go to both unchanged. Some requests cannot be split (``why_whole``). Several answers or prompts of a
-request would share the same ``kv_transfer_params``. Log probabilities of the prompt and its echo need the states of all
-prompt tokens, which the decode server does not compute. A client that sends ``kv_transfer_params`` runs the two steps
-itself.
+Some requests cannot be split (``why_whole``): several answers or prompts would share ``kv_transfer_params``; log
+probabilities and echo of the prompt need states that the decode server does not compute; a client that sends
+``kv_transfer_params`` runs the steps itself.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from skymemory.router.request_account import Usage, usage_in
 Fields = Mapping[str, msgspec.Raw]
 PARAMS = "kv_transfer_params"
 ASKS_FOR_KV = msgspec.Raw(b'{"do_remote_prefill":true}')
-"""Value for a decode server that is asked before the prefill server has answered."""
+"""Value for a decode server that is asked before the prefill has ended."""
 _DECODES_ELSEWHERE = msgspec.Raw(b'{"do_remote_decode":true}')
 _FALSE, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"1")
 _NOT_OF_PREFILL = frozenset(("stream_options", "min_tokens"))
@@ -34,7 +32,6 @@ _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def fields_of(body: bytes) -> Fields | None:
-    """Return the fields of a JSON object, undecoded; None: it is none, which the prompt reader reports."""
     try:
         return _fields.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -42,7 +39,7 @@ def fields_of(body: bytes) -> Fields | None:
 
 
 def why_whole(path: str, fields: Fields) -> str:
-    """Return the field that prevents splitting this request, the path of other APIs, or nothing."""
+    """Return what prevents splitting: a field, another API's path, or nothing."""
 
     def is_set(name: str) -> bool:
         return _raw(fields, name) not in _UNSET
@@ -77,10 +74,8 @@ def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
 
 
 class Prefilled(NamedTuple):
-    """Answer of a prefill server."""
-
     params: msgspec.Raw | None
-    """Parameters for the decode server; None: there are none, and the prefill server holds nothing for it."""
+    """Parameters for the decode server; None: the prefill server holds nothing for it."""
     usage: Usage | None
 
 
@@ -101,7 +96,6 @@ _error = msgspec.json.Decoder(_ErrorAnswer)
 
 
 def read_prefilled(body: bytes) -> Prefilled | None:
-    """Parse a prefill server's answer; None: it is invalid."""
     try:
         params = bytes(_answer.decode(body).kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -113,10 +107,7 @@ def read_prefilled(body: bytes) -> Prefilled | None:
 
 
 def refuses_params(error: bytes) -> bool:
-    """Return True if an error's ``param`` is ``kv_transfer_params``, which the router added.
-
-    Its message does not count: it may repeat the complete request.
-    """
+    """Return True if an error's ``param`` is ``kv_transfer_params``. Its message may repeat the request."""
     try:
         return _error.decode(error).error.param == PARAMS
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -129,7 +120,6 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 
 def _as_number(raw: bytes) -> float:
-    """Return NaN for anything else, which the engine reports."""
     try:
         return _number.decode(raw)
     except (msgspec.MsgspecError, ValueError):

@@ -1,14 +1,11 @@
-"""Tokenization of prompts as in the engine: with its tokenizer and chat template, read from the model's folder.
+"""Tokenization of prompts with the engine's tokenizer and chat template, from the model's folder.
 
-``Pieces`` tokenizes each piece of text once: most of a prompt was in the previous turn, or in other prompts with the
-same instructions. A text is cut between a letter and a space, at which its tokens split independently of the
-surrounding text. That holds for tokenizers that split text by one of ``KNOWN_PATTERNS`` and then merge bytes within
-each part (BPE: GPT-2, Llama 3, Qwen, gpt-oss): none of their alternatives matches a letter and a space after it, none
-looks back, and lookahead does not go further than the character after white space, where no text is cut. Any other
-tokenizer reads each text as a whole.
+``PieceCache`` tokenizes each piece of text once. Texts are cut between a letter and a space, if tokens there split
+independently of the surrounding text. That holds for BPE on bytes after a split by one of ``KNOWN_PATTERNS``: no
+alternative matches a letter and a space after it, none looks back, and lookahead ends at the character after white
+space.
 
-The `tokenizers` library and Jinja suffice; transformers takes seconds to import, and needs torch. Templates run in
-Jinja's sandbox with the functions that transformers gives them.
+transformers is not used: its import takes seconds and needs torch. Templates run in Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ except ImportError as error:
 PIECE_LETTERS = 512
 """Letters after which a piece ends at the first possible cut."""
 MAX_CACHE_BYTES = 64 << 20
-"""Limit of cached pieces and their tokens; above it, the least recently used piece is evicted."""
 MAX_PIECE_LETTERS = 65_536
 """Limit of a cached piece; a longer piece has no possible cut."""
 _CUT = re.compile("[A-Za-z] ")
@@ -58,20 +54,15 @@ KNOWN_PATTERNS = frozenset(
         rf"{_W}{_UPPER}*{_LOWER}+|{_W}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHER}[\r\n/]*{_SPACE}",
     )
 )
-"""Patterns of GPT-2 in both spellings, Qwen 2, Llama 3, o200k (gpt-oss) and Tekken (Mistral)."""
+"""Patterns of GPT-2 (two spellings), Qwen 2, Llama 3, o200k and Tekken."""
 _PROBE = "Sky box's 12345  moves\n\n  to the east; \tñandú 你好 where it's  kept.  And on "
 
 
-class TooMuchNewText(Exception):
-    """More letters than the caller allows are in no cached piece."""
+class TooMuchNewText(Exception): ...
 
 
-class Pieces:
-    """Cache of the tokens of pieces of text; thread-safe.
-
-    ``encode`` returns the token numbers of each of several texts, without special tokens. ``cuts``: texts may be cut
-    (``can_cut``).
-    """
+class PieceCache:
+    """Cache of the tokens of pieces of text; thread-safe. ``encode`` adds no special tokens; ``cuts``: ``can_cut``."""
 
     def __init__(
         self,
@@ -98,10 +89,10 @@ class Pieces:
     def tokens(self, text: str, salt: str = "", most_new: int | None = None) -> bytes:
         """Return the token numbers of ``text``, 4 bytes each.
 
-        Pieces are shared only under the same ``salt``, since response times would reveal what others sent.
+        Only an equal ``salt`` shares pieces: response times would reveal what others sent.
 
         Raises:
-            TooMuchNewText: more letters than ``most_new`` are in no cached piece.
+            TooMuchNewText: more than ``most_new`` letters are in no cached piece.
         """
         pieces = self.cut(text)
         token_lists = self._look_up(pieces, salt)
@@ -115,7 +106,7 @@ class Pieces:
         return b"".join(tokens for tokens in token_lists if tokens is not None)
 
     def cut(self, text: str) -> list[str]:
-        """Split ``text`` into pieces; texts with a common beginning begin with the same pieces."""
+        """Split ``text``; texts with a common beginning begin with the same pieces."""
         pieces, begin = [], 0
         while self.cuts and (place := _CUT.search(text, begin + self._piece_letters)) is not None:
             end = place.start() + 1
@@ -162,7 +153,6 @@ def can_cut(tokenizer_json: str) -> bool:
 
 
 def _splits_known(pre: Mapping[str, Any]) -> bool:
-    """Return True if it splits by a known pattern and then into bytes, possibly after splitting off digits."""
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     split = False
     for step in steps:
@@ -182,7 +172,7 @@ def _splits_known(pre: Mapping[str, Any]) -> bool:
 
 
 def _stands_alone(added: Mapping[str, Any]) -> bool:
-    """Return True if an added token is matched independently of the text around it, and never across a cut."""
+    """Return True if it is matched independently of the text around it, and never across a cut."""
     around = added.get("lstrip") or added.get("rstrip") or added.get("single_word")
     return not around and not _CUT.search(str(added.get("content", "")))
 
@@ -192,19 +182,16 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _size(salt: str, piece: str, tokens: bytes) -> int:
-    """Return the memory of a cached piece, with its dictionary entry (about 200 bytes)."""
     return sys.getsizeof(piece) + sys.getsizeof(tokens) + len(salt) + 200
 
 
 class PromptTokenizer:
-    """A tokenizer, and the chat template of the same folder, if any."""
-
     def __init__(self, path: Path, piece_letters: int = PIECE_LETTERS) -> None:
         """Load a tokenizer.
 
         Args:
-            path: a ``tokenizer.json``, or a folder with one (and with ``tokenizer_config.json``, which names the
-            special tokens and may have the template, and ``chat_template.jinja``, which takes precedence).
+            path: a ``tokenizer.json``, or its folder; ``chat_template.jinja`` there takes precedence over
+            ``tokenizer_config.json``.
             piece_letters: minimum length of a piece.
 
         Raises:
@@ -223,17 +210,17 @@ class PromptTokenizer:
         self._words = {name: _word(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._template = _template(file.parent, config)
         described = read_text(file, MAX_TOKENIZER_BYTES)
-        self._pieces = Pieces(self._encode, can_cut(described), piece_letters)
+        self._pieces = PieceCache(self._encode, can_cut(described), piece_letters)
         self._around = self._special_around()
 
     def of_text(self, text: str, special: bool = True) -> list[int]:
-        """Return the token numbers of ``text``; ``special`` adds those that the tokenizer puts around it (``<s>``)."""
+        """Return token numbers; ``special`` adds those that the tokenizer puts around a text (``<s>``)."""
         # A batch of one text releases the GIL, and does not compute the offsets of tokens.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def text_tokens(self, text: str, special: bool = True, salt: str = "", most_new: int | None = None) -> bytes:
-        """Return ``of_text``, packed, using the tokens of cached pieces.
+        """Return the packed tokens of ``text``, using cached pieces.
 
         Raises:
             TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
@@ -249,7 +236,7 @@ class PromptTokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _special_around(self) -> tuple[bytes, bytes] | None:
-        """Return what the tokenizer puts before and after every text; None if that varies."""
+        """Return what the tokenizer puts around every text; None if that varies."""
         surroundings = set()
         for text in ("a", "The box b"):
             full, inner = self.of_text(text), self.of_text(text, special=False)
@@ -263,10 +250,7 @@ class PromptTokenizer:
         tools: Sequence[Any] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Render a chat with the template, with special tokens, up to the assistant's turn.
-
-        The result is None if there is no template or it rejects these messages (as the engine will, which reports why).
-        """
+        """Render a chat up to the assistant's turn; None: there is no template, or it fails."""
         if self._template is None:
             return None
         variables = {"add_generation_prompt": True, **self._words, **(more or {})}
@@ -277,7 +261,6 @@ class PromptTokenizer:
 
 
 def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join the text parts of a message's content to one text, as vLLM does."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return {**message, "content": "\n".join(str(part["text"]) for part in content)}
@@ -289,7 +272,6 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _word(token: object) -> str:
-    """Return a special token's text, which the file has as a string or as an object with ``content``."""
     word = token.get("content") if isinstance(token, dict) else token
     return word if isinstance(word, str) else ""
 
@@ -315,7 +297,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    """Format JSON without the HTML escapes of Jinja's own filter, which models were not trained on."""
+    """Format JSON without the HTML escapes of Jinja's filter, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

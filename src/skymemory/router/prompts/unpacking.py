@@ -1,4 +1,4 @@
-"""Decompression of bodies that clients compress (Content-Encoding), within a limit."""
+"""Decompression of bodies (Content-Encoding), within a limit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ MAX_MEMBERS = 256
 
 
 def is_packed(content_encoding: bytes) -> bool:
-    """Return True if a body with this Content-Encoding must be decompressed."""
     return content_encoding.strip().lower() not in _NONE
 
 
 def unpacked(body: bytes, content_encoding: bytes, most_bytes: int) -> bytes:
-    """Decompress a body, at most ``most_bytes`` of it.
+    """Decompress a body, at most ``most_bytes``.
 
     Raises:
-        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
+        ApiError: 415 (encoding), 400 (invalid data) or 413 (too large).
     """
     packed = content_encoding.strip().lower()
     if packed in _NONE:

@@ -1,8 +1,4 @@
-"""Location of values on satellites: ``Catalog`` finds a value's info, ``Holders`` the satellites that hold its chunks.
-
-Infos come from the index; without an index, from probing satellites; with an incomplete index, from both
-(``probing.IndexRebuilder``).
-"""
+"""Location of values on satellites: ``Catalog`` finds a value's info, ``Holders`` the satellites of its chunks."""
 
 from __future__ import annotations
 
@@ -24,13 +20,13 @@ from skymemory.store.sky.shared_index import SharedIndex
 
 _MAX_CHAIN = 4096
 _FRESH_S = 1.0
-"""Validity of a probe's result for loads without an index: another client may set the key again."""
+"""Validity of a probe's result: another client may set the key again."""
 _NO_PLACES: Mapping[bytes, Place] = {}
 NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Catalog:
-    """Mapping from key to ``ValueInfo``. Without ``index``, satellites are probed."""
+    """Mapping from key to ``ValueInfo``, from the index, from probes without, or from both if it is incomplete."""
 
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
@@ -38,9 +34,8 @@ class Catalog:
         self._rebuilder = IndexRebuilder(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
-        """Without an index: last probe result of each key, and its time."""
         self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessors, learned from the calls of this process: good enough for a touch, never for the index."""
+        """Predecessors in this process's calls: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         self._learn_order(keys)
@@ -52,13 +47,10 @@ class Catalog:
         return count
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Return the infos of the present keys; satellites are probed as needed."""
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return the result of ``find``, and True if the other keys are certainly absent: all satellites that may hold
-        them have answered.
-        """
+        """Return the infos of the present keys, and True if the others are certainly absent."""
         self._learn_order(keys)
         if self.index is None or self._rebuilder is None:
             infos, certain = self._prober.search(keys) if keys else ({}, True)
@@ -73,7 +65,6 @@ class Catalog:
         return infos, certain
 
     def settings_in_box(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
-        """Return, per key, all different values that satellites of the box report."""
         return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
@@ -81,10 +72,8 @@ class Catalog:
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Replace stale entries of values whose reads got chunks of other values of the key. An entry is stale if
-        satellites report a later value, or only others; the latest replaces it.
-
-        Return the torn values: some chunks were overwritten, and no complete index vouches for them.
+        """Replace stale entries: satellites report a later value, or only others. Return torn values, with overwritten
+        chunks that no complete index vouches for.
         """
         unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
@@ -111,13 +100,9 @@ class Catalog:
         return any(self._rebuilder.absent(key) for key in keys if key not in known)
 
     def bytes_by_servers(self) -> dict[int, float] | None:
-        """Return the bytes of values by number of servers (``RadixIndex``); None without an index."""
         return None if self.index is None else self.index.bytes_by_servers()
 
     def probing(self) -> dict[str, int]:
-        """Return figures for ``stats``: of this process's probes, and of index writes that found no room or a held
-        lock.
-        """
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilder is not None and self.index is not None:
             figures["index_complete"] = int(self.index.complete)
@@ -141,8 +126,8 @@ class Catalog:
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """Return an entry's chunk size. Earlier releases did not write it: then the default or our size, if it fits the
-        number of chunks; else the largest that fits.
+        """Return an entry's chunk size. Earlier releases did not write it: the default or ours if it fits, else the
+        largest.
         """
         if info.chunk_bytes:
             return info.chunk_bytes
@@ -158,7 +143,6 @@ class Catalog:
             self._known.popitem(last=False)
 
     def _learn_order(self, keys: Sequence[bytes]) -> None:
-        """Learn from ``keys``: a chain, or a piece of a chain with holes (see ``base``)."""
         for before, key in pairwise(keys):
             self._predecessors.setdefault(key, before)
         self._trim_predecessors()
@@ -168,7 +152,7 @@ class Catalog:
             self._predecessors.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Return the infos of keys known here. Asks no satellite."""
+        """Return the infos known here. Asks no satellite."""
         if self.index is None:
             entries = {key: self._known.get(key) for key in keys}
             return {key: known[0] for key, known in entries.items() if known is not None}
@@ -176,7 +160,6 @@ class Catalog:
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
     def before(self, key: bytes) -> list[ValueInfo]:
-        """Return the known infos of the blocks before ``key``, in chain order."""
         chain: list[bytes] = []
         parent = self._predecessors.get(key)
         while parent is not None and len(chain) < _MAX_CHAIN:
@@ -188,7 +171,7 @@ class Catalog:
         return list(self.known(chain).values()) if chain else []
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Search the distinct keys, in order. Results of a probing ``prefix`` are used once."""
+        """Search the distinct keys. A probing ``prefix``'s results are used once."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
             infos, certain = self.search(wanted)
@@ -209,13 +192,10 @@ class Catalog:
         self._trim_predecessors()
 
     def record_of(self, info: ValueInfo, now_s: float, place: Place | None) -> bytes:
-        """Return the record that ``add`` will write for a value, as far as known now; empty without an index."""
         return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b"") -> None:
-        """Enter stored values, with the places that their writer gave. ``record``: of all of them, by
-        ``record_of``.
-        """
+        """Enter stored values at their writer's places. ``record``: of ``record_of``."""
         if self._rebuilder is None:
             for info in infos:
                 self._known.pop(info.key, None)  # it was the entry of the previous value
@@ -232,9 +212,7 @@ class Catalog:
         *,
         patient: bool = False,
     ) -> None:
-        """Enter values: runs of a chain as one record each, values without a place one by one. ``patient``: wait for
-        the index's lock, which no read does.
-        """
+        """Enter runs of a chain as one record each. Only ``patient`` waits for the index's lock."""
         if self.index is None:
             return
         unplaced: dict[bytes, BlockInfo] = {}
@@ -258,7 +236,7 @@ class Catalog:
             self.index.add_unplaced(list(unplaced), list(unplaced.values()), patient=patient)
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
-        """Replace the entry of a copied value; return False if it is no longer ``old``."""
+        """Replace the entry of a copied value; False if it is no longer ``old``."""
         if self.index is None:
             return True
         return self.index.replace(
@@ -276,7 +254,7 @@ class Catalog:
         )
 
     def remove(self, keys: Sequence[bytes], gone: bool = True, patient: bool = False) -> None:
-        """Drop entries. ``gone`` False: another value may be present under the key. ``patient``: as in ``_enter``."""
+        """Drop entries. ``gone`` False: another value may be present."""
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilder is not None:
@@ -303,7 +281,6 @@ def _entry(info: ValueInfo, now_s: float) -> BlockInfo:
 
 
 def _size_to_write(info: ValueInfo) -> int:
-    """Return the chunk size for an index entry: 0 if default, or for a single chunk."""
     return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
 
 
@@ -313,15 +290,12 @@ def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
-    """Return True if ``other`` is a different value with its chunks in the places of ``info``."""
     same_places = (other.strategy, other.servers, other.set_moves) == (info.strategy, info.servers, info.set_moves)
     return same_places and (other.value_bytes, other.value_crc) != (info.value_bytes, info.value_crc)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
-    """Return the reported value that has replaced ``info``: the latest other value, if it is later, or if none reports
-    ``info``. Otherwise None: leftovers of an earlier value prove nothing.
-    """
+    """Return the latest other value, if later, or if none reports ``info``: leftovers prove nothing."""
     candidates = [candidate for candidate in reported if not _same_setting(info, candidate)]
     if not candidates:
         return None
@@ -331,13 +305,13 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
 
 
 Reach = Literal["now", "nearby", "ever"]
-"""Range of satellites for a chunk. "now": holders of its copies. "nearby": also before the last move and after the
-next, which may happen before a command arrives. "ever": wherever copies may have been left since it was set.
+"""Satellites with copies: "now"; "nearby": also before the last move and after the next, which may precede a command's
+arrival; "ever": wherever copies may have been left.
 """
 
 
 class Holders:
-    """Satellites with the chunks of a value, computed from its info and the clock. Asks no satellite."""
+    """Satellites of a value's chunks, computed from its info and the clock."""
 
     def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
         self._driver = driver
@@ -345,7 +319,7 @@ class Holders:
         self.replicas = replicas
 
     def shares(self, info: ValueInfo, reach: Reach) -> list[list[SatelliteId]]:
-        """Return, per server of the value, the satellites that may have the server's chunks."""
+        """Return, per server of the value, the satellites that may have its chunks."""
         machine = self._driver.machine
         with self._driver.lock:
             now_s = self._driver.now_s()
@@ -370,7 +344,6 @@ class Holders:
         return dict.fromkeys(satellite for share in self.shares(info, reach) for satellite in share)
 
     def chunks_of(self, info: ValueInfo) -> Counter[SatelliteId]:
-        """Return the number of chunks that each satellite should hold."""
         counts: Counter[SatelliteId] = Counter()
         for server, share in enumerate(self.shares(info, "now")):
             for satellite in share:
@@ -384,9 +357,7 @@ class Holders:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
-        """Return satellites with the values that they may hold, at most ``most`` per packet, in order; without
-        satellites that ``but`` spares for a key.
-        """
+        """Return satellites with at most ``most`` values per packet; ``but`` spares satellites by key."""
         by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
         for info in infos:
             spared = but.get(info.key, ())

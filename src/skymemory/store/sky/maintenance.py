@@ -1,4 +1,4 @@
-"""Upkeep of values on satellites: evicting useless chunks (``Evictor``), copying ahead of time (``Prefetcher``)."""
+"""Upkeep of values on satellites: evicting useless chunks, copying ahead of time."""
 
 from __future__ import annotations
 
@@ -28,19 +28,16 @@ from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
-"""Time in which a command arrives: 0.8 s of repeats, plus at most half a second around the world."""
+"""Time in which a command arrives: 0.8 s of repeats, at most half a second around the world."""
 
 
 _MOST_OWED = 1024
 _PAYS_EVERY_S = 1.0
 _Places = defaultdict[bytes, set[SatelliteId]]
-"""Satellites by key."""
 
 
 class Evictor:
-    """Evictor of many values at once, in packets per satellite and page of keys. EVICT removes any value under a key;
-    FORGET only the chunks of one setting (bytes and moves).
-    """
+    """Evictor. EVICT removes any value under a key; FORGET only chunks of one setting (bytes and moves)."""
 
     def __init__(self, driver: ClientDriver, catalog: Catalog, holders: Holders, counters: Counters) -> None:
         self._driver = driver
@@ -48,14 +45,13 @@ class Evictor:
         self._holders = holders
         self._counters = counters
         self._owed: dict[ValueInfo, float] = {}
-        """Replaced values of which silent satellites may have chunks, and the times of replacement."""
+        """Replaced values of silent satellites, and the times of replacement."""
         self._owing = Lock()
-        """Lock of ``_owed``; not held while satellites are asked."""
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Evict values that reads, started at ``looked_s``, found incomplete. If another writer has set a key again
-        since, only our stale entry is dropped.
+        """Evict values that reads, started at ``looked_s``, found incomplete. For a key set again since, only our entry
+        is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -69,9 +65,8 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Evict leftovers of values stored again: in another placement, with more chunks, or as copies on satellites
-        that were skipped. Of the same bytes, set at the same moves, chunks stay where the new value has chunks. Readers
-        without an index would take leftovers for the value. Silent satellites are owed the eviction (``pay``).
+        """Evict leftovers of replaced values, which readers without an index would take for the value. For the same
+        setting, the new value's chunks are spared. Silent satellites are asked again (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -100,7 +95,7 @@ class Evictor:
                 self._owed.pop(info, None)
 
     def pay(self) -> None:
-        """Retry owed evictions, at most once per second, wherever the chunks may be by now."""
+        """Retry owed evictions, at most once per second, wherever the chunks may be."""
         if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
             return
         self._pays_s = now_s + _PAYS_EVERY_S
@@ -116,8 +111,8 @@ class Evictor:
             self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """Evict the parts of failed stores, if the same bytes were certainly absent before: a complete index had no
-        entry of them, and has none. Otherwise they may be chunks of an intact value; a read will find what is missing.
+        """Evict the parts of failed stores, if a complete index proves the same bytes absent: else they may belong to
+        an intact value.
         """
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
@@ -137,11 +132,8 @@ class Evictor:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         reach: Reach = "nearby",
     ) -> set[bytes]:
-        """FORGET values at their satellites and those before the last move, except satellites in ``but`` and chunks
-        stored in the last ``since_s``. Other values of the keys stay. Return the keys for which a satellite did not
-        answer.
-
-        Earlier releases, which forget whole keys only, do not get it: their leftovers stay until they are the oldest.
+        """FORGET values, sparing satellites in ``but`` and chunks stored in the last ``since_s``. Return the keys of
+        silent satellites. Earlier releases do not support it: their leftovers age out.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
@@ -152,9 +144,8 @@ class Evictor:
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """EVICT values at their satellites and those before the last move. Return the keys that can no longer be read;
-        only these leave the index. That is so if, for one server's share, every copy was evicted in its place, or all
-        satellites that may ever have had it confirm that they hold nothing.
+        """EVICT values. Return the keys that can no longer be read: of one server's share, every copy was evicted in
+        its place, or all satellites that may ever have had it confirm that they hold nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
@@ -179,9 +170,7 @@ class Evictor:
         return keys
 
     def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
-        """EVICT values except from ``confirmed`` satellites. Add, per key, satellites that hold nothing any more to
-        ``confirmed``, and those that had all their chunks to ``emptied``.
-        """
+        """EVICT. ``confirmed`` gets satellites that hold nothing any more, ``emptied`` those that had all chunks."""
         expected = {info: self._holders.chunks_of(info) for info in infos}
         pages = self._holders.pages(infos, reach, but=confirmed)
         evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
@@ -195,7 +184,6 @@ class Evictor:
 
 
 def _setting(info: ValueInfo) -> bytes:
-    """Return a value's identity in FORGET."""
     return pack_setting(info.value_crc, *info.set_moves)
 
 
@@ -208,21 +196,18 @@ def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 BATCH_BYTES = 8 << 20
-"""Limit of bytes copied at once: it bounds the memory, and the time that a read of the same client may wait."""
+"""Limit of bytes copied at once: it bounds memory and concurrent reads' waits."""
 _PARKED = STRATEGY_CODES["hop"]
 
 
 class Prefetcher:
-    """Copier of values to the satellites that will be overhead at a given time, in advance.
+    """Copier of values to the satellites that will be overhead at a given time.
 
-    A value with a migrating strategy follows the box by itself. A *parked* value (``hop`` or ``baseline``: its
-    satellites fly away with it, without migration) is
+    Values of migrating strategies follow the box. A *parked* value (``hop`` or ``baseline``) is
 
     1. read, and written as ``hop`` around the satellite that will be overhead;
-    2. switched: the index entry changes once every chunk of the copy is acknowledged, if it is still the same;
-    3. forgotten in its old place a lease later, when no reader needs it any more.
-
-    If a step fails, the value stays in its place.
+    2. switched, once every chunk is acknowledged, if its index entry is unchanged;
+    3. forgotten in its old place a lease later.
     """
 
     def __init__(
@@ -241,10 +226,9 @@ class Prefetcher:
         self._evictor = evictor
         self._counters = counters
         self._obsolete: list[tuple[float, ValueInfo]] = []
-        """Obsolete copies (old, or with a failed switch), and when to forget them."""
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
-        """Return, per key, True if its value will be near at ``at_s``. ``target``: moves of another place's box."""
+        """Return True per key if its value will be near at ``at_s``. ``target``: moves of another place's box."""
         self._forget_obsolete()
         follows_box = target is None
         target_moves = self._driver.machine.moves_at(at_s) if target is None else target
@@ -263,7 +247,6 @@ class Prefetcher:
         return displaced(info.strategy, 0) == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
-        """Copy values around the centre of ``aim``; return the keys of those copied."""
         driver, machine, replicas = self._driver, self._driver.machine, self._holders.replicas
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
@@ -289,7 +272,7 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
-        """FORGET obsolete copies that are due, except on satellites with the current value."""
+        """FORGET obsolete copies that are due, sparing the current value."""
         now_s = self._driver.now_s()
         expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]

@@ -1,14 +1,10 @@
-"""Questions to the satellites of the box: which values they hold (HAS), which names (LIST), what time it is (PING).
+"""Questions to the satellites of the box: values (HAS), names (LIST), time (PING).
 
-``Prober`` finds values without an index, ``IndexRebuilder`` values that an incomplete index lacks. ``PrefixSearch``
-decides which blocks of a prompt to ask about after a loss of the index (paper §3.8). A binary search is only correct
-for prefix-closed presence, but eviction punches holes. So it
+``Prober`` finds values without an index, ``IndexRebuilder`` those that an incomplete index lacks. Binary search for a
+prefix (paper §3.8) fails if eviction has punched holes. So ``PrefixSearch``
 
 1. narrows down the first absent block, with several probes per round;
-2. then (``verify``) probes every earlier block not probed yet. An absent block moves the boundary back, and the search
-   continues there.
-
-An answered position is never probed again.
+2. then (``verify``) probes every earlier block; an absent block moves the boundary back, and the search continues.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import SkyMap
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence, Selection
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, ChunkPresence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Buffer, Op
 from skymemory.store.named import NamedValue, named_value
 from skymemory.store.sky.shared_index import SharedIndex
@@ -39,10 +35,9 @@ _UNANSWERED, _PRESENT, _ABSENT = 0, 1, 2
 class PrefixSearch:
     """Search over ``count`` blocks, without I/O: take ``next_probe()``, feed ``answer()``, until ``done``.
 
-    A narrowing round asks ``batch`` positions, a verifying round ``verify_batch``; at most ``count`` in all. For
-    prefix-closed presence there are at most ``floor(log(count) / log(batch)) + 1`` narrowing rounds
-    (``ceil(log2(count)) + 1`` for a batch of 1 or 2) and ``ceil(result / verify_batch)`` verifying rounds. Without
-    ``verify`` the result is never too small, but may be too large if there are holes.
+    A narrowing round asks ``batch`` positions, a verifying round ``verify_batch``; none twice. For prefix-closed
+    presence: at most ``floor(log(count) / log(batch)) + 1`` narrowing rounds (batch 1 or 2: ``ceil(log2(count)) + 1``),
+    and ``ceil(result / verify_batch)`` verifying rounds.
     """
 
     def __init__(self, count: int, batch: int = 16, verify_batch: int = 256, verify: bool = True) -> None:
@@ -57,7 +52,6 @@ class PrefixSearch:
         self._verify = verify
         self._asked: set[int] = set()
         self.rounds = 0
-        """Batches of probes so far, without repeats of unanswered positions."""
 
     @property
     def probes(self) -> int:
@@ -69,13 +63,13 @@ class PrefixSearch:
 
     @property
     def result(self) -> int:
-        """Return the number of leading blocks all present; InvalidInput before ``done``."""
+        """Return the number of leading blocks present; InvalidInput before ``done``."""
         if not self.done:
             raise InvalidInput("the search is not done: feed the answers of next_probe() first")
         return self._boundary
 
     def next_probe(self) -> list[int]:
-        """Return positions (0-based, ascending) to probe: the same until an answer comes, empty when done."""
+        """Return positions to probe, ascending: the same until an answer, empty when done."""
         positions = self._next()
         if positions and not self._asked.issuperset(positions):
             self._asked.update(positions)
@@ -101,7 +95,7 @@ class PrefixSearch:
         return self._unverified() if self._verify else []
 
     def _spread(self, low: int, width: int) -> list[int]:
-        """Return up to ``batch`` positions of the unknown range, evenly, including its last (full hits are common)."""
+        """Return up to ``batch`` positions of the unknown range, with its last: full hits are common."""
         if width <= self._batch:
             return list(range(low, low + width))
         # One probe per round: plain bisection, after a first probe of the end, because a full hit is common.
@@ -121,9 +115,7 @@ class PrefixSearch:
 
 
 class ClientDriver(Protocol):
-    """Driver of a client: ``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` in
-    virtual time.
-    """
+    """Driver of a client, over sockets (``UdpClient``) or in virtual time (``SimulatedClient``)."""
 
     @property
     def machine(self) -> ClientMachine: ...
@@ -134,8 +126,7 @@ class ClientDriver(Protocol):
 
     def now_s(self) -> float: ...
 
-    def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Begin a ``get`` of one value and ``run`` it."""
+    def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished: ...
 
     def write(
         self,
@@ -147,9 +138,7 @@ class ClientDriver(Protocol):
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Begin a ``put`` of one value and ``run`` it. ``meanwhile`` is called once before its end, with the lock
-        held.
-        """
+        """Write one value. ``meanwhile`` is called once before its end, with the lock held."""
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Send and receive until these operations have ended."""
@@ -164,7 +153,7 @@ Item = TypeVar("Item")
 def ask_all(
     driver: ClientDriver, op: Op, questions: Iterable[tuple[SatelliteId, bytes, Tag]]
 ) -> list[tuple[Tag, Finished]]:
-    """Ask many satellites at once. ``questions``: satellite, body, and a tag for the answer."""
+    """Ask many satellites at once: satellite, body, tag for the answer."""
     now_s = driver.now_s()
     with driver.lock:
         tags = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
@@ -173,7 +162,7 @@ def ask_all(
 
 
 def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes], list[Item]]) -> list[Item]:
-    """Unpack an answer; empty if it failed, or is malformed, which is counted."""
+    """Unpack an answer; empty if failed or (counted) malformed."""
     try:
         return unpack(answer.body) if answer.ok else []
     except MalformedPacket:
@@ -182,14 +171,12 @@ def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes]
 
 
 _PREVIOUS_BOX_S = 1.0
-"""Time after a move in which the previous box is probed too."""
 _EARLIER_BOXES = 8
-"""Previous boxes that are probed if satellites do not answer."""
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Return the number of leading keys all present, correct with holes, in few calls of ``find`` (returns the present
-    keys among some). The first call includes the first key: a prompt that is not stored needs no more.
+    """Return the number of leading keys present, correct with holes. The first call of ``find`` includes the first key:
+    enough for an unknown prompt.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
@@ -202,10 +189,8 @@ def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) 
 
 
 class Prober:
-    """Finder of values without an index: asks the centre of the box, then its other satellites.
-
-    The centre has some chunk of every value with at least as many chunks as the box has cells; of others, or if the box
-    has empty cells, perhaps none.
+    """Finder of values without an index: asks the box's centre, then its other satellites. The centre may have no chunk
+    of a value with few chunks.
     """
 
     def __init__(
@@ -216,7 +201,7 @@ class Prober:
         servers: int,
         can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
     ) -> None:
-        """``can_hold(chunks, chunk_bytes, value_bytes)`` says whether the constellation has room for such a value."""
+        """Set up. ``can_hold(chunks, chunk_bytes, value_bytes)``: True if there can be such a value."""
         self._driver = driver
         self._sky = sky
         self._code = strategy, servers
@@ -228,11 +213,8 @@ class Prober:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return the box's values, in two round trips (three if satellites are silent), and True if the other keys are
-        certainly absent: all satellites that may hold them answered.
-
-        Just after a move the previous box is asked too: a chunk outlives its handover there. If answers show that the
-        box is elsewhere, the search is repeated once.
+        """Return the box's values, in two or three round trips, and True if the other keys are certainly absent. After
+        a move the previous box is asked too: a chunk outlives its handover there.
         """
         moves = self._moves()
         infos, certain = self._search_at(moves, keys)
@@ -244,7 +226,6 @@ class Prober:
         return infos, certain and self._moves() == moves
 
     def settings_in_box(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
-        """Return all different values of each key that the box reports."""
         return self._settings(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
@@ -252,7 +233,6 @@ class Prober:
             return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Ask the centre for all keys, then the other satellites, then previous boxes, for keys still missing."""
         centre = self._sky.centre_at(moves)
         infos, certain = self._ask([centre], keys)
         unknown = [key for key in keys if key not in infos]
@@ -279,7 +259,6 @@ class Prober:
         return infos, certain
 
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
-        """Return the number of leading keys all present, correct with holes, and the values found."""
         known: dict[bytes, ValueInfo] = {}
 
         def find(asked: list[bytes]) -> set[bytes]:
@@ -289,9 +268,6 @@ class Prober:
         return prefix_by(find, keys), known
 
     def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return these satellites' values, and True if all answered. Of two values of a key, the value set at more
-        moves.
-        """
         reported, certain = self._settings(satellites, keys)
         return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in reported.items()}, certain
 
@@ -317,7 +293,7 @@ class Prober:
         return reported, all(answer.ok for _, answer in answers)
 
     def _believable(self, info: ValueInfo) -> bool:
-        """Return True if such a value can exist: a reader allocates all its memory before the first byte arrives."""
+        """Check that such a value can exist: a reader allocates its memory before the first byte arrives."""
         if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
             return False
         try:
@@ -328,7 +304,7 @@ class Prober:
         return True
 
 
-def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
+def value_info(key: bytes, presence: ChunkPresence) -> ValueInfo | None:
     """Return the value in an answer; None if the satellite holds only the last, shorter chunk."""
     if presence.chunks > 1 and presence.index == presence.chunks - 1:
         return None
@@ -346,7 +322,7 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
 
 
 MAX_KNOWN = 1 << 17
-"""Limit of keys remembered: about 30 MB when full."""
+"""Limit of keys remembered: about 30 MB."""
 ABSENT_S = 30.0
 SILENT_S = 1.0
 _UNKNOWN = (0.0, False)
@@ -355,9 +331,8 @@ _UNKNOWN = (0.0, False)
 class IndexRebuilder:
     """Rebuilder of an incomplete index: probes satellites for unknown keys as they are used.
 
-    A value found is entered in the index (``adopt``), for all processes that share it. A key not found counts as absent
-    in this process for ``ABSENT_S``, so that a new prompt is not searched again at each token; with a silent satellite
-    only for ``SILENT_S``.
+    Values found enter the shared index. A key not found counts as absent here for ``ABSENT_S`` (``SILENT_S`` with a
+    silent satellite): a new prompt is not searched at each token.
     """
 
     def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
@@ -365,20 +340,18 @@ class IndexRebuilder:
         self._prober = prober
         self._adopt = adopt
         self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
-        """Time until which a key counts as absent, and True if certain."""
+        """End of absence, and True if certain."""
         self.keys_probed = 0
         self.values_adopted = 0
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Probe unindexed keys. Return the values found, and True if the others are certainly absent."""
+        """Probe unindexed keys; return values, and True if the others are certainly absent."""
         wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
         infos = self._probe(wanted) if wanted else {}
         return infos, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in infos)
 
     def prefix(self, keys: Sequence[bytes], known: int) -> int:
-        """Return the number of leading keys all present; the first ``known`` are indexed, later unindexed keys are
-        probed.
-        """
+        """Return the number of leading keys present; the first ``known`` are indexed."""
         if self.absent(keys[known]):
             return known
         candidates = list(keys[known:])
@@ -393,7 +366,6 @@ class IndexRebuilder:
         return known + prefix_by(find, candidates)
 
     def absent(self, key: bytes) -> bool:
-        """Return True if an unindexed key counts as absent, without a probe."""
         return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
     def record_evicted(self, keys: Iterable[bytes]) -> None:
@@ -425,14 +397,10 @@ class IndexRebuilder:
 
 
 def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
-    """List the named values (``store.named``) on ``satellites`` by name, without KV blocks, which have no names.
-
-    A value is listed if its first chunk is readable; only a read shows whether the others are.
-
-    Raises:
-        CommandsRefused: all satellites that answered refuse to list their values.
+    """List the named values on ``satellites``, by name, if their first chunk is readable. Raises CommandsRefused if all
+    that answered refuse.
     """
-    first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
+    first_chunks: dict[bytes, tuple[SatelliteId, ChunkPresence]] = {}
     for satellite, key, presence in _list_keys(driver, satellites):
         if presence.index == 0:
             first_chunks[key] = (satellite, presence)
@@ -445,8 +413,9 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     return sorted(values, key=lambda value: value.name)
 
 
-def _list_keys(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
-    """Yield every key of each satellite with its reported chunk: page by page, all satellites in parallel."""
+def _list_keys(
+    driver: ClientDriver, satellites: list[SatelliteId]
+) -> Iterator[tuple[SatelliteId, bytes, ChunkPresence]]:
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
@@ -468,11 +437,8 @@ _ENOUGH_CLOCKS = 3
 
 
 def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
-    """PING the box's centre and its neighbours, so that the client adopts their moves: an operator may have pushed the
-    box. Three answers suffice.
-
-    Return the seconds that satellites' clocks are ahead of ours (the median, to within half a round trip); None without
-    an answer.
+    """PING the centre and its neighbours, so that the client adopts their moves: an operator may have pushed the box.
+    Return the seconds that satellites' clocks are ahead (median, to within half a round trip).
     """
     machine = driver.machine
     with driver.lock:

@@ -1,21 +1,17 @@
 """Radix index on the ground, shared by the processes of one computer through an append-only journal.
 
-**Reads and writes.** Every change is a record, appended under a file lock. Before each lookup a process replays the
-records of others (``_follow``). Without a path the index lives in this process only. If the journal was removed because
-the constellation was restarted, the index starts empty too.
+**Reads and writes.** A change is a record, appended under a file lock; each lookup first replays others' records
+(``_follow``). Without a path the index lives in this process only.
 
-**Waiting.** No read waits for the file lock, and a put waits at most ``LOCK_WAIT_S``: the holder may be a stopped
-process. A record that cannot be written then goes to a side file, which needs no lock. While that exists the index
-counts as incomplete, so satellites are asked for keys that it lacks. The next process that gets the lock renames the
-side file, moves its records into the journal and removes it. Earlier releases do not read it.
+**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``: the holder may be a stopped process. The
+record then goes to a side file without a lock; the index is incomplete until the next holder has moved it into the
+journal.
 
-**Damage.** A journal records whether it is complete (``index.journal``). The first process that sees a torn or damaged
-record cuts the journal off there and appends a record of the loss; the same if the disk is full.
+**Damage.** The first process that sees a torn record cuts the journal off there and appends a record of the loss.
 
-**Compaction.** When most of a journal is about removed blocks, its writer replaces it by a minimal journal, written to
-a second file and renamed, so that a process killed at any moment leaves one of the two intact. Other processes find
-that theirs was removed, and open the new journal. An older release checks for that before it waits for the lock, not
-after: what it still appends to the old journal is copied by the process that replaced it.
+**Compaction.** A journal mostly about removed blocks is replaced by a minimal journal, written to a second file and
+renamed; others open it when they find that theirs was removed. What an older release still appends to the old journal
+is copied.
 """
 
 from __future__ import annotations
@@ -48,47 +44,40 @@ from skymemory.kv.block import Place
 _log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 0.5
-"""Longest wait of a put for the lock, normally held for about a millisecond."""
+"""Longest wait of a put for the lock, normally held for a millisecond."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
 _BESIDE, _TAKEN = ".late", ".taken"
 _LOOKS = 50
-"""Attempts to read a torn record of the side file, which may still be in writing."""
+"""Attempts to read a torn record of the side file, perhaps only being written."""
 COMPACT_BYTES = 1 << 20
-"""Least size for compaction; a smaller journal is replayed in a tenth of a second."""
+"""Least size for compaction: less is replayed in a tenth of a second."""
 _COMPACT_TIMES = 4
-"""Least factor by which compaction must shrink the journal; so it adds a fourth to the cost of a block."""
+"""Least factor of compaction, which adds a fourth to the cost of a block."""
 _BLOCK_BYTES = 68
 _NEW = ".new"
 _LOCKS = Path("/proc/locks")
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 0.5
-"""Wait for earlier releases' writers that were waiting for the lock of a replaced journal. Each holds it for about a
-millisecond, but one just woken is no longer seen waiting.
-"""
+"""Wait for earlier releases' writers at a replaced journal's lock; a writer just woken is not seen."""
 _KEPT_JOURNALS = 4
 _PIECE_BYTES = 8 << 20
-"""Size of replayed pieces, so that a long journal is never in memory as a whole."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
 class _Replaced:
-    """Journal that we have replaced, still open, and the number of its bytes in the new journal."""
+    """Journal that we have replaced, still open, and its bytes copied."""
 
     fd: int
     taken_bytes: int
 
 
 class SharedIndex:
-    """``RadixIndex`` that follows its journal file. Thread-safe.
-
-    Raises:
-        InvalidInput: the path has no journal that this user may write, and none can be created.
+    """``RadixIndex`` that follows its journal file. Thread-safe. Raises InvalidInput if the journal cannot be
+    opened.
     """
 
     def __init__(self, path: Path | None = None, *, born: bool | None = None) -> None:
-        """``born``: the constellation is known to be empty now, so a new journal is complete. By default only an index
-        without a file is.
-        """
+        """Open. ``born``: the constellation is empty, so a new journal is complete."""
         self._index = RadixIndex()
         self._state = JournalState(path is None if born is None else born and path is None)
         self._path = path
@@ -98,25 +87,23 @@ class SharedIndex:
         self._beside = "" if path is None else f"{path}{_BESIDE}"
         self._taken = f"{self._beside}{_TAKEN}"
         self.unwritten = 0
-        """Records that the disk had no room for."""
         self.written_beside = 0
-        """Records written to the side file, because another process held the lock."""
         self.locked_out = False
-        """True if another process held the lock longer than ``LOCK_WAIT_S``, as of the last write."""
+        """True if the last write waited for the lock in vain."""
         self._ahead = False
-        """True if we know records that are not in the journal yet."""
+        """True if we know records that the journal lacks."""
         self._lost = False
-        """True if we knew such records and could not write them anywhere."""
+        """True if such records could not be written anywhere."""
         self._kept_beside = False
         """True if there was a side file at the last replay."""
         self._unread = False
-        """True if the journal has a torn tail, perhaps only being written: its lock is held."""
+        """True if the journal has a torn tail, perhaps only being written."""
         self._shortened = False
         """True if the journal was cut before replayed records, which this program never does."""
         self._old: deque[_Replaced] = deque()
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
-        """Lock of our threads. The file lock excludes only other processes, and a forked child shares it with the
-        descriptor; so the child closes its copy.
+        """Lock of our threads. The file lock excludes only other processes; a forked child shares it, so it closes its
+        copy.
         """
         if path is not None:
             try:
@@ -132,7 +119,6 @@ class SharedIndex:
 
     @property
     def journal_state(self) -> JournalState:
-        """Return the journal's completeness and the figures of probing, now."""
         with self._lock:
             self._follow()
             state = copy.copy(self._state)
@@ -141,12 +127,12 @@ class SharedIndex:
 
     @property
     def complete(self) -> bool:
-        """Return True if keys missed by the last lookup are absent: the journal was complete, without a side file."""
+        """Return True if keys missed by the last lookup are absent."""
         return self._state.complete and not (self._unread or self._lost or self._kept_beside)
 
     @property
     def unknown_records(self) -> int:
-        """Return the number of a later release's records, as of the last lookup; they stay, unread."""
+        """Return the number of a later release's records, as of the last lookup."""
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:
@@ -167,13 +153,13 @@ class SharedIndex:
             return self._index.bytes_by_servers()
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys all present; ``keys`` need not start a chain, or be a chain."""
+        """Return the number of leading keys all present; ``keys`` need not be a chain."""
         with self._lock:
             self._follow()
             return self._index.longest_prefix(keys)
 
     def before(self, key: bytes, most: int) -> list[bytes]:
-        """Return up to ``most`` blocks before ``key``, nearest first, as far as known."""
+        """Return up to ``most`` known blocks before ``key``, nearest first."""
         ancestors: list[bytes] = []
         with self._lock:
             self._follow()
@@ -196,8 +182,8 @@ class SharedIndex:
         *,
         patient: bool = True,
     ) -> None:
-        """Add a chain at its writer's places, replacing older entries. Blocks whose places contradict others are added
-        without places. ``patient``: as in ``_write``.
+        """Add a chain at its writer's places, replacing older entries; contradictory places are dropped. ``patient``:
+        as in ``_write``.
         """
         self._write(lambda: self._enter_chain(keys, infos, start, parent), patient)
 
@@ -222,9 +208,7 @@ class SharedIndex:
         return encode_record(RecordOp.REMOVE, removed) if removed else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
-        """Return the record that adds a value at its writer's or its known place; empty if the place contradicts
-        itself.
-        """
+        """Return the record that adds a value at its writer's or known place; empty if contradictory."""
         if place is not None:
             start, parent = place.depth, place.parent
         else:
@@ -236,7 +220,7 @@ class SharedIndex:
         return b""
 
     def add_record(self, record: bytes) -> bool:
-        """Add a record of ``record_of``; return False, with no change, if it now contradicts the index."""
+        """Add a record; False, with no change, if it contradicts the index."""
 
         def change() -> bytes:
             replay_all(record, self._index, self._state)
@@ -249,16 +233,13 @@ class SharedIndex:
         return True
 
     def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], *, patient: bool = True) -> None:
-        """Add values without places; known places stay. ``patient``: as in ``_write``."""
         self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)), patient)
 
     def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
-        """Add entries by replaying their record, as other processes will; return it. InvalidInput, with no change, on a
-        contradiction.
-        """
+        """Add entries by replaying their record, as others will. InvalidInput, with no change, on a contradiction."""
         record = encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
         replay_all(record, self._index, self._state)
         return record
@@ -266,7 +247,10 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Compare and swap: replace a key's entry if it is still ``expected``; return True if so."""
+        """Compare and swap: replace a key's entry if it is still ``expected``; True if so.
+
+        Not tried without the lock: what its holder writes would be compared with nothing, and undone.
+        """
         done = False
 
         def change() -> bytes:
@@ -278,13 +262,12 @@ class SharedIndex:
             done = True
             return record
 
-        return self._write(change, patient=True) and done
+        return self._write(change, patient=True, beside=False) and done
 
     def remove(self, keys: Sequence[bytes], *, patient: bool = True) -> None:
         self._write(lambda: self._drop(keys), patient)
 
     def clear(self) -> None:
-        """Remove everything: the constellation was restarted, empty."""
         self._write(self._clear, patient=True)
 
     def _clear(self) -> bytes:
@@ -305,10 +288,10 @@ class SharedIndex:
         self._state.apply(record)
         return encode_record(record.op, probed=record.probed)
 
-    def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
-        """Apply a change and append its records while no other process writes; to the side file if the lock is not
-        free. ``patient``: first wait ``LOCK_WAIT_S``. False: the disk is full, and the journal is incomplete from now
-        on.
+    def _write(self, change: Callable[[], bytes], patient: bool = False, *, beside: bool = True) -> bool:
+        """Apply a change and append its records; to the side file if the lock is not free (``patient``: after
+        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``beside``, the lock is not
+        free and nothing changed.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -320,7 +303,7 @@ class SharedIndex:
                 if written is None and (self.locked_out or time.monotonic() >= give_up_s):
                     if patient:
                         self._note_lock(held=True)
-                    return self._write_beside(change)
+                    return beside and self._write_beside(change)
             if written is not None:
                 others_wait, is_complete = written
                 if others_wait:
@@ -330,7 +313,6 @@ class SharedIndex:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
-        """Run ``_write_locked``; None, with no change, if another process holds the lock."""
         if self._fd < 0:
             return None
         # 1. Lock the current journal; 2. replay others' records; 3. change and append; 4. compact if needed.
@@ -357,7 +339,6 @@ class SharedIndex:
         return True
 
     def _note_lock(self, *, held: bool) -> None:
-        """Log once that writers are locked out, and once that they no longer are."""
         if held and not self.locked_out:
             _log.warning(
                 "another process has held the lock of the index %s for more than %g s (is it stopped?): until it is "
@@ -370,8 +351,8 @@ class SharedIndex:
         self.locked_out = held
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """Apply a change to a journal of this size. Return two flags: processes wait for the lock of a journal replaced
-        here; the change is in the journal. Requires the file lock.
+        """Apply a change. Return True if processes wait for a replaced journal's lock, and True if it is written.
+        Requires the file lock.
         """
         if self._ahead:  # new records must follow from the journal's content
             self._reset()
@@ -393,7 +374,7 @@ class SharedIndex:
     # --- records in the side file ---
 
     def _write_beside(self, change: Callable[[], bytes]) -> bool:
-        """Apply a change and append its records to the side file; False if the disk is full."""
+        """Append to the side file; False if the disk is full."""
         self._follow()
         state = copy.copy(self._state)
         record = change()
@@ -416,7 +397,7 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Append a record. Return False, leaving a torn tail, if there is no room. OSError if even that fails."""
+        """Append. False, leaving a torn tail, if there is no room; OSError if even that fails."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
@@ -437,8 +418,8 @@ class SharedIndex:
         return os.path.exists(self._beside) or os.path.exists(self._taken)
 
     def _take_in(self) -> None:
-        """Move the side file's records into the journal; lost records make it incomplete. A process killed meanwhile
-        leaves the file to the next. Requires the file lock.
+        """Move the side file's records into the journal; a kill leaves the file to the next process. Requires the file
+        lock.
         """
         lost, self._lost = self._lost, False
         for is_new in (False, True):  # first the file renamed by a process that was killed
@@ -455,7 +436,6 @@ class SharedIndex:
             self._append_lost()
 
     def _move_in(self, path: str) -> bool:
-        """Move a file's records into the journal and remove the file; False if there is no room."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         taken_bytes, removed, attempts = 0, False, _LOOKS
         try:
@@ -487,7 +467,6 @@ class SharedIndex:
             os.close(fd)
 
     def _repeat(self, record: Record) -> bytes:
-        """Apply another journal's record; return the record to append to ours."""
         if record.op is RecordOp.ADD:
             return self._enter_chain(record.hashes, record.infos, record.start, record.parent)
         if record.op is RecordOp.REMOVE:
@@ -501,9 +480,6 @@ class SharedIndex:
     # --- the journal's length ---
 
     def _compact(self) -> bool:
-        """Replace the journal by a much smaller equivalent, if possible; return True if so. Requires the file lock. All
-        processes, including this, open it when they find that theirs was removed.
-        """
         blocks, path, state = len(self._index), self._path, self._state
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
         self._compact_at_bytes = least_bytes
@@ -534,7 +510,6 @@ class SharedIndex:
         return True
 
     def _wait_for_writers_of_old(self) -> None:
-        """Copy records of processes that waited for the lock of the journal just replaced."""
         started_s, is_done = time.monotonic(), False
         while not is_done and time.monotonic() < started_s + _MOST_WAIT_S:
             time.sleep(0.001)
@@ -551,7 +526,6 @@ class SharedIndex:
             self._copy_from_replaced()
 
     def _copy_from_replaced(self) -> None:
-        """Add records appended to journals since we replaced them."""
         for old in list(self._old):
             new_bytes = os.fstat(old.fd).st_size - old.taken_bytes
             if new_bytes <= 0:
@@ -562,9 +536,7 @@ class SharedIndex:
                 self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
-        """Append a record. Return False if there is no room: the torn tail shows other processes the loss. Raises
-        OSError if not even that can be written.
-        """
+        """Append. False if there is no room: the torn tail shows others the loss. OSError if even that fails."""
         try:
             written = os.write(self._fd, record)
         except OSError:
@@ -586,7 +558,7 @@ class SharedIndex:
         self._ahead = False
 
     def _reopen(self) -> None:
-        """Open the new journal: ours was removed. If its folder was, no constellation runs there: keep ours."""
+        """Open the journal that replaced ours. If its folder was removed, no constellation runs there: keep ours."""
         if self._path is None:
             return
         try:
@@ -599,7 +571,6 @@ class SharedIndex:
         self._shortened = False
 
     def _follow(self) -> None:
-        """Replay the current journal's new records; cut off a torn or damaged tail."""
         if self._old:
             self._copy_from_replaced()
         if self._fd < 0:
@@ -621,7 +592,6 @@ class SharedIndex:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _replay(self, size_bytes: int) -> bool:
-        """Apply new records up to this size; return False if the journal is damaged."""
         if size_bytes < self._replayed_bytes:
             self._reset()
             self._shortened = True
@@ -648,8 +618,8 @@ class SharedIndex:
         return self._replayed_bytes == size_bytes
 
     def _cut_off(self) -> bool:
-        """Replace the unreadable tail by a record of the loss, written over it first, so that the journal never looks
-        intact without it. False: no room, and the tail stays torn.
+        """Replace the unreadable tail by a record of the loss, written over it first: the journal never looks intact
+        without it.
         """
         record = self._record_state(Record(RecordOp.LOST))
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -673,7 +643,6 @@ class SharedIndex:
 
 
 def _lock_is_awaited(fd: int) -> bool:
-    """Return True if a process is seen waiting for a lock on this file."""
     inode = os.fstat(fd).st_ino
     try:
         lines = _LOCKS.read_text("ascii").splitlines()
@@ -697,7 +666,7 @@ def _sync_folder(path: str) -> None:
 
 
 def create_journal(path: Path) -> None:
-    """Create the complete journal of a constellation about to start, empty."""
+    """Create the complete, empty journal of a starting constellation."""
     path.unlink(missing_ok=True)  # a client of the previous constellation may have created a journal
     for suffix in (_NEW, _BESIDE, _BESIDE + _TAKEN):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

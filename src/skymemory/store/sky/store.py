@@ -1,11 +1,10 @@
 """Constellation tier: values are cut into chunks on satellites, under the common contract.
 
-A warm read: ``prefix`` asks the index; ``complete_load`` gets the values' infos from it (``catalog``), begins a ``get``
-of the client's state machine for each, and lets the driver run them together. The satellites of the chunks follow from
-the info (size, strategy, moves when set) and the clock. Without a complete index, satellites are probed.
+A warm read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
+client's state machine for each, and lets the driver run them together. Info and clock give the satellites.
 
-A failed read is a miss, but no proof of loss: a chunk may be moving to the current box. Only a value with a chunk
-proved lost (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
+A failed read is a miss, but no proof of loss: a chunk may be moving. Only a value with a chunk proved lost
+(``protocol.client.transfer``) leaves the index; the rest of it is evicted.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _DOUBTFUL = ("corrupt", "other version")
 """Failures that may be wrong: the value is read again before it is evicted."""
 _GONE = ("missing", "corrupt")
 _UNANSWERED = ("unreachable", "timeout", "out of sight")
-"""Failures without an answer. ``_GONE``: failures that prove a loss, of a chunk or of the bytes written."""
+"""Failures without an answer. ``_GONE``: failures that prove a loss."""
 
 
 _REASONS = {
@@ -75,12 +74,12 @@ _REASONS = {
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
-"""Limit believed of another writer, which may use more servers than we do."""
+"""Limit believed of another writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkySettings:
-    """Layout of values. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit values."""
+    """Layout of values. ``memory_per_satellite_bytes`` 0: unknown."""
 
     strategy: str = "rotation_hop"
     servers: int = 10
@@ -90,13 +89,12 @@ class SkySettings:
     lazy_eviction: bool = True
     """True if a reader that finds a chunk lost evicts the rest."""
     replicas: int = 1
-    """Copies per chunk, on different satellites (and planes, as far as the box has rows)."""
+    """Copies per chunk, on different satellites (and planes, if possible)."""
     fan_out: FanOut | None = None
-    """Policy for the servers of a value, by its size; None: always ``servers``."""
 
     @property
     def strategy_code(self) -> int:
-        """Return the strategy's number on the wire; InvalidInput for an unknown strategy."""
+        """Return the number on the wire; InvalidInput for an unknown strategy."""
         code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
@@ -104,7 +102,7 @@ class SkySettings:
 
     @property
     def box_bytes(self) -> float:
-        """Return the bytes of values that fit into the box; infinite if the memory is unknown."""
+        """Return the bytes that fit into the box; infinite if unknown."""
         memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
         return memory_bytes or math.inf
 
@@ -117,16 +115,14 @@ class SkySettings:
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Return True if a reported value can exist: chunks with overhead must fit into the satellites; with unknown
-        memory, up to a million chunks.
-        """
+        """Return True if a reported value can exist; with unknown memory, up to a million chunks."""
         if not self.memory_per_satellite_bytes:
             return chunks <= _MAX_CHUNKS
         room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MAX_SERVERS)
         return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
 
     def check_size(self, size_bytes: int) -> None:
-        """Raise ValueTooLarge, with the limit, for a value that could never fit."""
+        """Raise ValueTooLarge for a value that could never fit."""
         if size_bytes > self.largest_value_bytes:
             raise ValueTooLarge(
                 f"a value of {format_size(size_bytes)} on {self.servers} satellites of "
@@ -137,13 +133,9 @@ class SkySettings:
 
 @dataclass(slots=True)
 class _Ahead:
-    """Index lookups for a store of values, done while the packets are in flight if possible."""
-
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
-    """Earlier entries of the keys, whose leftovers are evicted once the new values are stored."""
     chain: list[ValueInfo] = field(default_factory=list)
     record: bytes = b""
-    """Index record, of a single value only."""
 
 
 class ConstellationStore(RemoteStore):
@@ -198,7 +190,7 @@ class ConstellationStore(RemoteStore):
         return [infos[key].value_bytes if key in infos else None for key in keys]
 
     def _process_notices(self) -> None:
-        """Remove values from the index that satellites reported as evicted (GONE), unless set again since."""
+        """Remove values reported as evicted (GONE) from the index, unless set again since."""
         if not self._driver.machine.any_gone:
             return
         with self._driver.lock:
@@ -212,15 +204,13 @@ class ConstellationStore(RemoteStore):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Send the lease for known keys to the satellites before the read. A satellite that misses the packet, or has
-        leased its share, may evict. The lease ends when the chunks are served.
-        """
+        """Lease by an unacknowledged packet. A satellite that misses it, or has leased its share, may evict."""
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Run both phases without a lease: there is nothing to protect in between."""
+        """Load without a lease: there is nothing to protect in between."""
         if len(keys) != 1:
             return self.complete_load(super().prepare_load(keys))
         (key,) = self._check(keys)
@@ -276,9 +266,6 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into their ``rows``, or else ``buffer``. Return the outcome of each read, after ``_settle``, and
-        views of the values or their heads.
-        """
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
         for info in infos:
@@ -295,7 +282,7 @@ class ConstellationStore(RemoteStore):
         outcomes: dict[bytes, Finished],
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read doubtful values again, evict values proved lost, and adopt replacements."""
+        """Read doubtful values again, evict lost values, adopt replacements."""
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
         if doubtful:
             self._counters.add("second_looks", len(doubtful))
@@ -363,13 +350,12 @@ class ConstellationStore(RemoteStore):
             return self._store(ticket)
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Run both phases at once: nothing is reserved in between."""
+        """Store without a reservation."""
         ticket, now_s = self._store_ticket(items, places)
         with self._stores.at_once(ticket, now_s):
             return self._store(ticket)
 
     def _store(self, ticket: StoreTicket) -> list[bool]:
-        """Write a ticket's values, and enter them in the index."""
         started_s = self._driver.now_s()
         keys = [key for key, _ in ticket.items]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
@@ -407,7 +393,6 @@ class ConstellationStore(RemoteStore):
     def _write(
         self, items: Mapping[bytes, Buffer], places: Mapping[bytes, Place], ahead: _Ahead
     ) -> dict[bytes, Finished]:
-        """Write values; return their outcomes, the last value first."""
         driver, settings = self._driver, self.settings
         # Without an index, the fill level of small boxes is unknown.
         bytes_by_servers = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
@@ -438,7 +423,6 @@ class ConstellationStore(RemoteStore):
         ahead.chain = self._catalog.before(keys[0]) if keys else []
 
     def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
-        """Return the number of satellites for a value, and add it to ``held``."""
         settings = self.settings
         if settings.fan_out is None or held is None:
             return settings.servers
@@ -448,17 +432,15 @@ class ConstellationStore(RemoteStore):
         return servers
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
-        """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
-
-        Values of migrating strategies follow the box. With ``moves``, the box of another place (a travelling host,
-        another region), they are copied too, and stay there.
+        """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds);
+        with ``moves`` (the box of another place, as of a travelling host) all values.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Send a touch to the satellites as an unacknowledged hint."""
+        """Touch by an unacknowledged hint."""
         infos = self._catalog.find(self._check(keys))
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
@@ -473,18 +455,16 @@ class ConstellationStore(RemoteStore):
         return [promised.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values after ``ttl_s`` seconds (infinite: never). True if all their satellites promise."""
+        """Expire values (infinite: never). True if all their satellites promise."""
         keys = self._check(keys)
         until_s = 0.0 if math.isinf(check_ttl(ttl_s)) else max(self._driver.now_s() + ttl_s, 0.001)
         promised = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
         return [promised.get(key, False) for key in keys]
 
     def _touch(self, infos: Sequence[ValueInfo]) -> None:
-        """Touch values; the first becomes the most recently used."""
         self._hint(Retain.TOUCH, 0.0, infos, last_first=True)
 
     def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
-        """Send a RETAIN that is not answered, and so not repeated."""
         if not infos:
             return
         machine, now_s = self._driver.machine, self._driver.now_s()
@@ -496,7 +476,6 @@ class ConstellationStore(RemoteStore):
         self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
-        """Send a RETAIN. Per key: True if all satellites of its value promise."""
         promised = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
@@ -507,8 +486,8 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: enough satellites confirm that it can no longer be read; a silent satellite may keep
-        useless chunks. None: it may still exist; delete it again.
+        """Delete values. True: it can no longer be read, though a silent satellite may keep chunks. None: delete it
+        again.
         """
         keys = self._check(keys)
         with self._writing.exclusive(keys):
@@ -518,13 +497,13 @@ class ConstellationStore(RemoteStore):
         return [(True if key in deleted else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites for the moves of the box (an operator may have pushed it); return True if any answered."""
+        """Ask satellites for the moves of the box, which an operator may have pushed; True if any answered."""
         ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """List the named values (``store.named``) in the box, also where dead satellites displaced it."""
+        """List the named values in the box, also if dead satellites displaced it."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
         return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
@@ -543,8 +522,8 @@ class ConstellationStore(RemoteStore):
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate a round trip plus the bytes at the recent rate; infinite if a key is known to be absent. Asks no
-        satellite: unknown keys count as present.
+        """Estimate without asking satellites: a round trip and the bytes at the recent rate. Unknown keys count as
+        present.
         """
         keys = self._check(keys)
         farthest_s = self._driver.machine.config.expected_rtt_s

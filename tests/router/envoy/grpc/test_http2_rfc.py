@@ -57,7 +57,7 @@ class Server:
         return frames(self.http2.data_to_send())
 
 
-def outcome(said: list[Frame], fault: h.Fault | None) -> tuple[str, int | None]:
+def outcome(said: list[Frame], fault: h.Http2Fault | None) -> tuple[str, int | None]:
     for kind, _, _, payload in said:
         if kind == h.GOAWAY:
             assert fault is not None

@@ -12,14 +12,14 @@ from tests.router.envoy.grpc.frames import REQUEST, frame, setting, word
 
 from skymemory.router.envoy.grpc import http2 as h
 from skymemory.router.envoy.grpc.http2 import PREFACE, WINDOW_BYTES
-from skymemory.router.envoy.grpc.server import Answers, Call, GrpcServer
+from skymemory.router.envoy.grpc.server import Answers, GrpcCall, GrpcServer
 
 LOOP = asyncio.new_event_loop()
 """One for all tests here: gRPC's client keeps one poller for a process, and it complains of loops that were closed."""
 MOST = 8 << 20
 
 
-class Echo(Call):
+class Echo(GrpcCall):
     """Says again what it hears; words that it knows it obeys."""
 
     made: list[Echo]
@@ -56,7 +56,7 @@ class World:
 
 def with_door(test: Callable[[World], Awaitable[None]], **options: Any) -> World:
     Echo.made = []
-    methods: dict[str, Callable[[Answers], Call]] = {"/s/Echo": Echo}
+    methods: dict[str, Callable[[Answers], GrpcCall]] = {"/s/Echo": Echo}
 
     async def run() -> World:
         door = GrpcServer(methods, MOST, 100, **options)

@@ -11,13 +11,13 @@ from tests.router.envoy.grpc.frames import REQUEST, frame, frames, setting, word
 
 from skymemory.router.envoy.grpc import http2 as h
 from skymemory.router.envoy.grpc import server as grpc_server
-from skymemory.router.envoy.grpc.server import READ_BYTES, WORK_AT_ONCE, Answers, Call, Connection, GrpcServer
+from skymemory.router.envoy.grpc.server import READ_BYTES, WORK_AT_ONCE, Answers, GrpcCall, GrpcConnection, GrpcServer
 
 CALL = h.literals((name.encode(), value.encode()) for name, value in REQUEST)
 BEGIN = h.PREFACE + frame(h.SETTINGS, 0, 0)
 
 
-class Notes(Call):
+class Notes(GrpcCall):
     """Records what it receives, and may be given an action for it."""
 
     def __init__(self, world: World, answers: Answers) -> None:
@@ -83,14 +83,14 @@ class World:
             **options,
         )
 
-    def connect(self) -> tuple[Connection, Transport]:
+    def connect(self) -> tuple[GrpcConnection, Transport]:
         connection, transport = self.door.connect(), Transport()
         connection.connection_made(transport)  # type: ignore[arg-type]
         self.say(connection, BEGIN)
         transport.said = b""
         return connection, transport
 
-    def say(self, connection: Connection, data: bytes) -> None:
+    def say(self, connection: GrpcConnection, data: bytes) -> None:
         for at in range(0, len(data), READ_BYTES):
             piece = data[at : at + READ_BYTES]
             connection.get_buffer(-1)[: len(piece)] = piece

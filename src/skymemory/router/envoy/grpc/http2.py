@@ -1,18 +1,14 @@
-"""Server side of an HTTP/2 connection (RFC 9113), as far as gRPC needs it: bytes in, callbacks and bytes out.
+"""Server side of an HTTP/2 connection (RFC 9113), as far as gRPC needs it. No I/O, no clock.
 
-No I/O and no clock:
-
-1. ``receive`` buffers input; ``handle`` processes some of its frames, and reports streams to ``Calls``. So the owner of
-   the socket decides how much of a connection is processed before others have their turn.
-2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's flow-control windows.
+1. ``receive`` buffers input; ``handle`` processes some frames and reports streams to ``Calls``, so that the owner
+   shares time among connections.
+2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's windows.
 3. ``data_to_send`` returns the output.
 
-Push, priorities (checked and ignored) and the upgrade from HTTP/1.1 are not implemented, since gRPC servers do not use
-them. Headers are decoded by `hpack`.
+Push, priorities and the upgrade from HTTP/1.1 are not implemented.
 
-A stream error ends the stream (RST_STREAM); a connection error or a flood ends the connection (GOAWAY). Envoy resets
-each stream after its answers, so resets alone are not a flood. Streams given up before anything was answered, and
-frames without content, are: each kind has a `Budget`.
+A stream error ends the stream (RST_STREAM); a connection error or flood the connection (GOAWAY). Envoy resets answered
+streams, so only unanswered streams and frames without content are floods: each has a `Budget`.
 """
 
 from __future__ import annotations
@@ -28,33 +24,30 @@ from hpack.hpack import decode_integer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
-"""Limit of a received frame: the minimum that RFC 9113 allows. Envoy sends no larger frames."""
+"""Limit of a received frame: the minimum that RFC 9113 allows."""
 WINDOW_BYTES = 1 << 20
-"""Receive window of a stream."""
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
-"""Limit of a request's headers, compressed or not, as in gRPC's own servers. Envoy's requests have 0.3 KB."""
+"""Limit of a request's headers, compressed or not, as in gRPC's servers."""
 MAX_CONTINUATIONS = 16
-"""Limit per request; a single frame has room for all bytes allowed."""
 MAX_SIZE_UPDATES = 2
 """Limit of table size updates before a request (RFC 7541, 4.2: the least size, and the current size)."""
 MAX_PENDING_BYTES = 1 << 20
 """Unsent data above which a stream gets no further receive window."""
 UNANSWERED_PER_S = 1_000
-"""Refill rate for streams that end unanswered. The burst is as many as may be open, since all clients may disconnect
-together. More is a flood (CVE-2023-44487, CVE-2025-8671).
+"""Refill rate for unanswered streams (CVE-2023-44487, CVE-2025-8671). All clients may disconnect together: the burst is
+as many as may be open.
 """
 IDLE_FRAMES = 5_000
-"""Burst of frames without content: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame of an
-answer earns another, since peers send WINDOW_UPDATEs for it. gRPC's clients send about ten per second unprompted.
+"""Burst of PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame sent earns another, for its
+WINDOW_UPDATE. gRPC's clients send about ten per second.
 """
 IDLE_FRAMES_PER_S = 1_000
 REMEMBERED_STREAMS = 1_024
-"""Closed streams whose end is remembered, to judge late frames."""
 REASONABLE_BLOCK = 64
-"""Free units of work to decode a request's headers: 32 fields of 64 bytes. More counts as empty frames."""
+"""Free work per request's headers: 32 fields of 64 bytes. More counts as empty frames."""
 REMEMBERED_BLOCKS, REMEMBERED_BLOCK_BYTES, REMEMBERED_FIELDS = 16, 512, 32
-"""Cache of decoded headers, valid while the header table is unchanged: Envoy repeats the same bytes."""
+"""Decoded headers while the header table is unchanged: Envoy repeats them."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
@@ -65,7 +58,6 @@ ENHANCE_YOUR_CALM = 11
 SET_PUSH, SET_MAX_STREAMS, SET_INITIAL_WINDOW, SET_MAX_FRAME, SET_MAX_HEADER_LIST = range(2, 7)
 LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
 FIRST_WINDOW, FIRST_FRAME_BYTES, LARGEST_FRAME_BYTES = 65_535, 16_384, (1 << 24) - 1
-"""Defaults of the peer's settings."""
 HEAD = struct.Struct(">HBBBL")
 WORD = struct.Struct(">L")
 SETTING = struct.Struct(">HL")
@@ -79,8 +71,8 @@ _NO_VALUE = b"\0\r\n"
 Headers = list[tuple[bytes, bytes]]
 
 
-class Fault(Exception):
-    """Connection error of the peer; ``code`` is RFC 9113's, ``reason`` a metric label."""
+class Http2Fault(Exception):
+    """Connection error; ``code`` is RFC 9113's, ``reason`` a metric label."""
 
     def __init__(self, code: int, message: str, reason: str = "protocol") -> None:
         super().__init__(message)
@@ -97,20 +89,14 @@ class Calls(Protocol):
         """Handle data. Call ``consumed`` when it is processed."""
         ...
 
-    def on_stream_end(self, stream: int) -> None:
-        """Handle the end of the peer's side."""
-        ...
+    def on_stream_end(self, stream: int) -> None: ...
 
     def aborted(self, stream: int) -> None: ...
 
-    def refused(self, reason: str) -> None:
-        """Count a stream refused or reset because of an error of the peer."""
-        ...
+    def refused(self, reason: str) -> None: ...
 
 
 class Budget:
-    """Token bucket of ``at_once``, refilled at ``per_s``."""
-
     __slots__ = ("_at_once", "_left", "_per_s", "since_s")
 
     def __init__(self, at_once: float, per_s: float) -> None:
@@ -122,7 +108,6 @@ class Budget:
             self._left += 1
 
     def spend(self, amount: float, now_s: float) -> bool:
-        """Take ``amount``; False if the bucket is empty. It is refilled lazily."""
         self._left -= amount
         if self._left < 0:
             self._left = min(self._at_once, self._left + (now_s - self.since_s) * self._per_s)
@@ -130,31 +115,28 @@ class Budget:
         return self._left >= 0
 
 
-class _Block(NamedTuple):
+class _HeaderBlock(NamedTuple):
     headers: Headers
     bad_request: str
-    """Reason why it is not a valid request (RFC 9113, 8.1.1); empty if it is."""
+    """Reason why it is no valid request (RFC 9113, 8.1.1), or empty."""
     bad_trailers: str
     length: int | None
-    """Value of ``content-length``."""
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class Http2Stream:
     sends: int
-    """The peer's receive window; may be negative after a change of its settings."""
+    """The peer's receive window; may be negative."""
     receives: int = WINDOW_BYTES
     owed: int = 0
-    """Processed bytes not yet returned to the peer's window."""
     length: int | None = None
     """Bytes still to come, by ``content-length``."""
     pending: deque[bytes] = field(default_factory=deque)
     pending_bytes: int = 0
     answered: bool = False
     finished: bool = False
-    """True if the answer is complete; the stream closes when it is sent."""
+    """True if the answer is complete, but not yet sent."""
     trailers: bytes | None = None
-    """Headers at its end; None: it ends with its data."""
     half_closed: bool = False
 
 
@@ -162,9 +144,8 @@ class Http2:
     """HTTP/2 connection. ``fault`` is the error that has ended it."""
 
     def __init__(self, calls: Calls, most_streams: int) -> None:
-        self.fault: Fault | None = None
+        self.fault: Http2Fault | None = None
         self.begun = False
-        """True if the peer's preface is complete: the magic bytes and its settings."""
         self._calls = calls
         self._most_streams = most_streams
         self._now_s = 0.0
@@ -175,24 +156,20 @@ class Http2:
         self._magic = False
         self._leaving = False
         self._last = self._highest = 0
-        """The last stream processed, and the highest received."""
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Headers that await CONTINUATION: stream, END_STREAM, and True if they are invalid already."""
+        """Headers that await CONTINUATION: stream, END_STREAM, True if invalid."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _HeaderBlock] = {}
         self._over: dict[int, int] = {}
-        """Kind of end of the last closed streams."""
 
         self._out: list[bytes] = []
         self._tail: tuple[int, int, int] | None = None
-        """DATA frame at the end of ``_out``, to which more data is appended: stream, index of its head, bytes."""
-        self._open: dict[int, Stream] = {}
+        """Growing DATA frame at the end of ``_out``: stream, index of its head, bytes."""
+        self._open: dict[int, Http2Stream] = {}
         self.pending_bytes = 0
-        """Unsent data of all streams."""
         self._blocked: dict[int, None] = {}
-        """Streams that wait for the connection's send window, in order."""
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
         self._first_window, self._peer_frame = FIRST_WINDOW, FIRST_FRAME_BYTES
         ours = {SET_MAX_STREAMS: most_streams, SET_INITIAL_WINDOW: WINDOW_BYTES, SET_MAX_HEADER_LIST: MAX_HEADER_BYTES}
@@ -207,7 +184,6 @@ class Http2:
         return len(self._buffer) - self._at
 
     def data_to_send(self) -> bytes:
-        """Return and clear the output."""
         data = b"".join(self._out)
         self._out.clear()
         self._tail = None
@@ -226,18 +202,18 @@ class Http2:
             self._at = 0
 
     def drop(self) -> None:
-        """Free the buffers of a closed connection before the garbage collector would: a flood has tens of megabytes."""
+        """Free the buffers before the garbage collector: a flood has tens of megabytes."""
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 
     def handle(self, most: int, now_s: float) -> bool:
-        """Process input, at most ``most`` units of work (at least 1 per frame). Return True if there may be more."""
+        """Process ``most`` units of work (at least 1 per frame). Return True if there may be more."""
         if self.fault is not None:
             return False
         self._now_s = now_s
         try:
             return self._handle(most)
-        except Fault as fault:
+        except Http2Fault as fault:
             self.fault = fault
             self._buffer, self._at = b"", 0
             self._calls.refused(fault.reason)
@@ -248,7 +224,7 @@ class Http2:
         buffer = self._buffer
         if not self._magic:
             if not PREFACE.startswith(buffer[: len(PREFACE)]):
-                raise Fault(PROTOCOL_ERROR, "no HTTP/2 preface", "preface")
+                raise Http2Fault(PROTOCOL_ERROR, "no HTTP/2 preface", "preface")
             if len(buffer) < len(PREFACE):
                 return False
             self._magic, self._at = True, len(PREFACE)
@@ -260,7 +236,7 @@ class Http2:
             high, low, kind, flags, stream = HEAD.unpack_from(buffer, at)
             size = high << 8 | low
             if size > MAX_FRAME_BYTES:
-                raise Fault(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
+                raise Http2Fault(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
             end = at + HEAD.size + size
             if end > len(buffer):
                 return False
@@ -270,10 +246,10 @@ class Http2:
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
         if self._unfinished is not None and kind != CONTINUATION:
-            raise Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
+            raise Http2Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
             if kind != SETTINGS or flags & ACK:
-                raise Fault(PROTOCOL_ERROR, "the first frame must be SETTINGS", "preface")
+                raise Http2Fault(PROTOCOL_ERROR, "the first frame must be SETTINGS", "preface")
             self.begun = True
         if kind == DATA:
             self._on_data(flags, stream, payload)
@@ -289,18 +265,18 @@ class Http2:
             return self._on_settings(flags, stream, payload)
         elif kind == PING:
             if stream:
-                raise Fault(PROTOCOL_ERROR, "PING with a stream")
+                raise Http2Fault(PROTOCOL_ERROR, "PING with a stream")
             if len(payload) != 8:
-                raise Fault(FRAME_SIZE_ERROR, "PING of a wrong size")
+                raise Http2Fault(FRAME_SIZE_ERROR, "PING of a wrong size")
             self._spend("pings")
             if not flags & ACK:
                 self._frame(PING, ACK, 0, payload)
         elif kind == PRIORITY:
             self._on_priority(stream, payload)
         elif kind == PUSH_PROMISE or (kind == GOAWAY and stream):
-            raise Fault(PROTOCOL_ERROR, "PUSH_PROMISE, or GOAWAY with a stream, from a client")
+            raise Http2Fault(PROTOCOL_ERROR, "PUSH_PROMISE, or GOAWAY with a stream, from a client")
         elif kind == GOAWAY and len(payload) < 8:
-            raise Fault(FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
         else:
             self._spend("unknown-frames")
         return 1
@@ -314,7 +290,7 @@ class Http2:
         size = len(payload)
         self._receives -= size
         if self._receives < 0:
-            raise Fault(FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
+            raise Http2Fault(FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
         data = unpadded(flags, payload)
         ends = bool(flags & END_STREAM)
         if state is None:
@@ -359,11 +335,11 @@ class Http2:
 
     def _on_headers(self, flags: int, stream: int, payload: bytes) -> int:
         if not stream % 2:
-            raise Fault(PROTOCOL_ERROR, "a client's stream must be odd")
+            raise Http2Fault(PROTOCOL_ERROR, "a client's stream must be odd")
         block, ends, wrong = unpadded(flags, payload), bool(flags & END_STREAM), False
         if flags & HAS_PRIORITY:
             if len(block) < 5:
-                raise Fault(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
+                raise Http2Fault(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
             wrong = WORD.unpack_from(block)[0] & LARGEST_STREAM == stream
             block = block[5:]
         if flags & END_HEADERS:
@@ -373,12 +349,12 @@ class Http2:
 
     def _on_continuation(self, flags: int, stream: int, payload: bytes) -> int:
         if self._unfinished is None or self._unfinished[0] != stream:
-            raise Fault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+            raise Http2Fault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._spend("continuations")
         self._continuations += 1
         self._block += payload
         if self._continuations > MAX_CONTINUATIONS or len(self._block) > MAX_HEADER_BYTES:
-            raise Fault(ENHANCE_YOUR_CALM, "too many CONTINUATION frames", "continuations")
+            raise Http2Fault(ENHANCE_YOUR_CALM, "too many CONTINUATION frames", "continuations")
         if not flags & END_HEADERS:
             return 1
         _, ends, wrong = self._unfinished
@@ -405,12 +381,12 @@ class Http2:
         elif how == _RESET_THERE:
             self._refuse(stream, STREAM_CLOSED)
         elif how == _ENDED:
-            raise Fault(STREAM_CLOSED, "HEADERS on a closed stream")
+            raise Http2Fault(STREAM_CLOSED, "HEADERS on a closed stream")
         else:
-            raise Fault(PROTOCOL_ERROR, "stream numbers must increase")
+            raise Http2Fault(PROTOCOL_ERROR, "stream numbers must increase")
         return cost
 
-    def _on_trailers(self, stream: int, state: Stream, ends: bool, bad: bool) -> None:
+    def _on_trailers(self, stream: int, state: Http2Stream, ends: bool, bad: bool) -> None:
         if state.half_closed:
             self._refuse(stream, STREAM_CLOSED)
         elif state.finished:
@@ -422,7 +398,7 @@ class Http2:
             if self._awaits_input(stream):
                 self._calls.on_stream_end(stream)
 
-    def _open_stream(self, stream: int, ends: bool, wrong: bool, read: _Block) -> None:
+    def _open_stream(self, stream: int, ends: bool, wrong: bool, read: _HeaderBlock) -> None:
         self._highest = stream
         if self._leaving or len(self._open) >= self._most_streams:
             if not self._leaving:
@@ -433,17 +409,17 @@ class Http2:
         if wrong or read.bad_request or (ends and read.length):
             self._refuse(stream, PROTOCOL_ERROR)
             return
-        state = self._open[stream] = Stream(self._first_window)
+        state = self._open[stream] = Http2Stream(self._first_window)
         state.half_closed, state.length = ends, read.length
         self._calls.opened(stream, read.headers)
         if ends and self._awaits_input(stream):
             self._calls.on_stream_end(stream)
 
-    def _read_block(self, block: bytes) -> _Block:
-        """Decode a block of headers.
+    def _read_block(self, block: bytes) -> _HeaderBlock:
+        """Decode headers.
 
         Raises:
-            Fault: it cannot be decoded, so the header table differs from the peer's.
+            Fault: they are invalid; the header table now differs from the peer's.
         """
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
@@ -455,10 +431,10 @@ class Http2:
         try:
             headers = [(bytes(header[0]), bytes(header[1])) for header in self._decoder.decode(block, raw=True)]
         except OversizedHeaderListError as error:
-            raise Fault(ENHANCE_YOUR_CALM, "headers too large when decompressed", "headers") from error
+            raise Http2Fault(ENHANCE_YOUR_CALM, "headers too large when decompressed", "headers") from error
         except (HPACKError, IndexError, ValueError) as error:
-            raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
-        decoded = _Block(headers, *_validate(headers))
+            raise Http2Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
+        decoded = _HeaderBlock(headers, *_validate(headers))
         after = (entries[0] if entries else None, len(entries), table.maxsize)
         if before[0] is not after[0] or before[1:] != after[1:]:
             self._blocks.clear()  # the header table has changed
@@ -472,7 +448,7 @@ class Http2:
 
     def _on_reset(self, stream: int, payload: bytes) -> None:
         if len(payload) != WORD.size:
-            raise Fault(FRAME_SIZE_ERROR, "RST_STREAM of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "RST_STREAM of a wrong size")
         state = self._open.get(stream)
         if state is None:
             self._must_not_be_idle(stream)
@@ -486,7 +462,7 @@ class Http2:
 
     def _on_priority(self, stream: int, payload: bytes) -> None:
         if not stream:
-            raise Fault(PROTOCOL_ERROR, "PRIORITY without a stream")
+            raise Http2Fault(PROTOCOL_ERROR, "PRIORITY without a stream")
         self._spend("priorities")
         if len(payload) != 5:
             self._refuse(stream, FRAME_SIZE_ERROR)
@@ -495,7 +471,7 @@ class Http2:
 
     def _on_window(self, stream: int, payload: bytes) -> None:
         if len(payload) != WORD.size:
-            raise Fault(FRAME_SIZE_ERROR, "WINDOW_UPDATE of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "WINDOW_UPDATE of a wrong size")
         self._spend("window-updates")
         more = WORD.unpack(payload)[0] & LARGEST_WINDOW
         if not stream:
@@ -513,23 +489,23 @@ class Http2:
 
     def _on_settings(self, flags: int, stream: int, payload: bytes) -> int:
         if stream:
-            raise Fault(PROTOCOL_ERROR, "SETTINGS with a stream")
+            raise Http2Fault(PROTOCOL_ERROR, "SETTINGS with a stream")
         if len(payload) % SETTING.size or (flags & ACK and payload):
-            raise Fault(FRAME_SIZE_ERROR, "SETTINGS of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "SETTINGS of a wrong size")
         self._spend("settings")
         if flags & ACK:
             return 1
         cost = 1
         for name, value in SETTING.iter_unpack(payload):
             if name == SET_PUSH and value > 1:
-                raise Fault(PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
+                raise Http2Fault(PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
             if name == SET_MAX_FRAME:
                 if not FIRST_FRAME_BYTES <= value <= LARGEST_FRAME_BYTES:
-                    raise Fault(PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
+                    raise Http2Fault(PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
                 self._peer_frame = value
             elif name == SET_INITIAL_WINDOW:
                 if value > LARGEST_WINDOW:
-                    raise Fault(FLOW_CONTROL_ERROR, "invalid window size")
+                    raise Http2Fault(FLOW_CONTROL_ERROR, "invalid window size")
                 if value != self._first_window:
                     cost += len(self._open) // 16
                     self._spend("settings", 1 + len(self._open) / 64)
@@ -543,10 +519,10 @@ class Http2:
 
     def _must_not_be_idle(self, stream: int) -> None:
         if not stream % 2 or stream > self._highest:
-            raise Fault(PROTOCOL_ERROR, "a frame for an idle stream")
+            raise Http2Fault(PROTOCOL_ERROR, "a frame for an idle stream")
 
     def _refuse(self, stream: int, code: int, reason: str = "protocol") -> None:
-        """Reset a stream because of an error of the peer (RFC 9113, 5.4.2)."""
+        """Reset a stream after the peer's error (RFC 9113, 5.4.2)."""
         state = self._open.get(stream)
         self._calls.refused(reason)
         self._close(stream, _RESET_HERE)
@@ -557,11 +533,11 @@ class Http2:
 
     def _waste(self, reason: str) -> None:
         if not self._unanswered.spend(1, self._now_s):
-            raise Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
+            raise Http2Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
     def _spend(self, reason: str, amount: float = 1) -> None:
         if not self._idle.spend(amount, self._now_s):
-            raise Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
+            raise Http2Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
 
     def _close(self, stream: int, how: int) -> None:
         state = self._open.pop(stream, None)
@@ -583,7 +559,6 @@ class Http2:
             self._idle.earn()
 
     def data(self, stream: int, data: bytes) -> None:
-        """Send data, now or when the windows allow it."""
         state = self._open.get(stream)
         if state is None or state.finished:
             return
@@ -596,7 +571,7 @@ class Http2:
         self._send_pending(stream, state)
 
     def finish(self, stream: int, trailers: bytes | None) -> None:
-        """End the answer, with ``trailers`` if not None. No further callbacks follow for the stream."""
+        """End the answer. No callbacks follow for the stream."""
         state = self._open.get(stream)
         if state is not None and not state.finished:
             state.answered = state.finished = True
@@ -634,7 +609,7 @@ class Http2:
         self._out.append(payload)
         self._tail = None
 
-    def _data_frame(self, stream: int, state: Stream, data: bytes) -> None:
+    def _data_frame(self, stream: int, state: Http2Stream, data: bytes) -> None:
         # Answers to a stream in one turn of the loop leave in one frame: Envoy then parses fewer heads and sends fewer
         # updates.
         size = len(data)
@@ -651,13 +626,13 @@ class Http2:
             self._idle.earn()
         self._tail = (stream, index, size)
 
-    def _give_back(self, stream: int, state: Stream) -> None:
+    def _give_back(self, stream: int, state: Http2Stream) -> None:
         if state.owed >= WINDOW_BYTES // 4 and state.pending_bytes <= MAX_PENDING_BYTES and not state.half_closed:
             self._frame(WINDOW_UPDATE, 0, stream, WORD.pack(state.owed))
             state.receives += state.owed
             state.owed = 0
 
-    def _send_pending(self, stream: int, state: Stream) -> None:
+    def _send_pending(self, stream: int, state: Http2Stream) -> None:
         while state.pending:
             most = min(state.sends, self._sends, self._peer_frame)
             if most <= 0:
@@ -689,45 +664,35 @@ class Http2:
     def _grow(self, more: int) -> None:
         self._sends += more
         if not more or self._sends > LARGEST_WINDOW:
-            raise Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "invalid window size")
+            raise Http2Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "invalid window size")
         while self._sends > 0 and self._blocked:
             stream = next(iter(self._blocked))
             del self._blocked[stream]
             self._send_pending(stream, self._open[stream])
 
     def _set_first_window(self, value: int) -> None:
-        """Change the initial window of streams, open streams included.
-
-        Raises:
-            Fault: a stream's window would overflow.
-        """
         more = value - self._first_window
         self._first_window = value
         for stream, state in list(self._open.items()):
             state.sends += more
             if state.sends > LARGEST_WINDOW:
-                raise Fault(FLOW_CONTROL_ERROR, "invalid window size")
+                raise Http2Fault(FLOW_CONTROL_ERROR, "invalid window size")
             if state.pending:
                 self._send_pending(stream, state)
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Remove the padding.
-
-    Raises:
-        Fault: the payload is shorter than its padding.
-    """
     if not flags & PADDED:
         return payload
     if not payload:
-        raise Fault(FRAME_SIZE_ERROR, "a padded frame without a padding length")
+        raise Http2Fault(FRAME_SIZE_ERROR, "a padded frame without a padding length")
     if payload[0] >= len(payload):
-        raise Fault(PROTOCOL_ERROR, "padding longer than the frame")
+        raise Http2Fault(PROTOCOL_ERROR, "padding longer than the frame")
     return payload[1 : len(payload) - payload[0]]
 
 
 def literals(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Encode headers as literals, independent of the header table."""
+    """Encode headers without the header table."""
     return b"".join(b"\x00" + _length(len(name)) + name + _length(len(value)) + value for name, value in headers)
 
 
@@ -745,20 +710,20 @@ def _length(count: int) -> bytes:
 
 
 def _check_size_updates(block: bytes) -> None:
-    """Limit table size updates at the start of a block, of which `hpack` would process a frame full, at 1.5 µs each."""
+    """Limit size updates, of which `hpack` processes a frame full, at 1.5 µs each."""
     at = count = 0
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
         if count > MAX_SIZE_UPDATES:
-            raise Fault(COMPRESSION_ERROR, "too many table size updates", "headers")
+            raise Http2Fault(COMPRESSION_ERROR, "too many table size updates", "headers")
         try:
             at += decode_integer(block[at : at + 8], 5)[1]
         except HPACKError as error:
-            raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
+            raise Http2Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
 
 
 def _validate(headers: Headers) -> tuple[str, str, int | None]:
-    """Return the errors as a request and as trailers (RFC 9113, 8.2 and 8.3; empty: none), and ``content-length``."""
+    """Return errors as a request and as trailers (RFC 9113, 8.2 and 8.3), and ``content-length``."""
     bad_request = bad_trailers = ""
     pseudo: set[bytes] = set()
     regular = False

@@ -1,18 +1,15 @@
 """gRPC server on asyncio, in one thread. The messages of one read are answered in one write.
 
-1. ``Connection`` feeds bytes to ``Http2``, which reports streams and their data.
-2. ``Answers`` splits a stream's data into messages for the handler's ``Call``, and sends the handler's answers.
-3. ``GrpcServer`` shares time and memory among the connections.
+1. ``GrpcConnection`` feeds bytes to ``Http2``, which reports streams.
+2. ``Answers`` splits a stream into messages for the handler's ``GrpcCall``, and sends answers.
+3. ``GrpcServer`` shares time and memory among connections.
 
-The asyncio server of `grpcio` passes each message through three threads, which costs a request through Envoy more than
-reading its prompt and picking its server (figures in `docs/decisions/router.md`).
+`grpcio` passes messages through three threads, which costs more than reading the prompt and picking
+(`docs/decisions/router.md`). Deadlines are left to the caller; compressed messages are refused.
 
-Messages are bytes. Deadlines (`grpc-timeout`) are left to the caller; compressed messages are refused.
-
-All connections share the thread, so each may use it only briefly: a read is at most ``READ_BYTES``, and a connection is
-served for ``SLICE_S``. If input remains, its socket is not read, and it waits for its next turn; turns take ``TURN_S``
-per turn of the event loop. Memory is bounded per call, per connection and in total. Each refusal is reported to
-``GrpcServer.refused`` with its reason.
+A read is at most ``READ_BYTES``, and a connection is served for ``SLICE_S``. If input remains, its socket is not read
+until its next turn; turns take ``TURN_S`` per turn of the event loop. Memory is bounded per call, per connection and in
+total.
 """
 
 from __future__ import annotations
@@ -32,30 +29,26 @@ from skymemory.router.envoy.grpc.http2 import ENHANCE_YOUR_CALM, REFUSED_STREAM,
 OK, UNKNOWN, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 0, 2, 5, 8, 12, 13, 14
 _HEAD = struct.Struct(">BL")
 HEAD_BYTES = _HEAD.size
-"""Head of a message: a flag for compression, and the length."""
 KEEPALIVE_S = 30.0
-"""Silence after which a peer gets a PING, and after the same time again is disconnected."""
+"""Silence before a PING, and again before an abort."""
 PREFACE_S = 10.0
-"""Time limit of the HTTP/2 preface."""
 READ_BYTES = 64 << 10
-"""Input of a connection per turn of the loop: eight requests of 8 KB."""
 SLICE_S, TURN_S = 0.001, 0.002
-"""A request takes 0.2 ms. During a flood, a health check waits for about one turn."""
+"""A request takes 0.2 ms; a health check waits for about one turn in a flood."""
 WORK_AT_ONCE = 8
-"""Frames handled between two checks of the clock."""
+"""Frames between two checks of the clock."""
 MESSAGES_AT_ONCE = 32
-"""Messages of a call between two checks: a frame has room for 3,000 empty messages."""
+"""Messages of a call between two checks: a frame may hold 3,000 empty messages."""
 ANSWERS_AT_ONCE = 4
-"""Pieces of a long answer, of 62 KB, between two checks."""
+"""Pieces of a long answer (62 KB each) between two checks."""
 MAX_UNSENT_BYTES = 1 << 20
-"""Limit of a connection's write buffer; above it, the connection is not read."""
 MAX_BLOCKED = 32
-"""Limit of connections with a full write buffer; above it, the longest blocked connection is aborted."""
+"""Limit of connections with a full write buffer; above it, the longest blocked is aborted."""
 MAX_CONNECTIONS = 1_000
-"""Limit, for a thousand workers of Envoy. Above it, the longest silent connection without calls is aborted."""
+"""Limit; above it, the longest silent connection without calls is aborted."""
 MAX_HELD_BYTES = 32 << 20
-"""Limit of incomplete messages and bodies of all calls; at least twice the longest message. It is enough for 4,000
-bodies of 8 KB. Above it, the calls that hold most are refused.
+"""Limit of incomplete messages and bodies, at least twice the longest message; above it, the calls that hold most are
+refused.
 """
 _BEGIN = literals([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NO_GRPC = literals([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -64,60 +57,52 @@ _END = literals([(b"grpc-status", b"0")])
 log = logging.getLogger("skymemory.router")
 
 
-class Call(Protocol):
+class GrpcCall(Protocol):
     def message(self, data: bytes) -> None: ...
 
-    def on_messages_end(self) -> None:
-        """Handle the client's end of messages."""
-        ...
+    def on_messages_end(self) -> None: ...
 
     def on_closed(self) -> None:
-        """Clean up after the call. This is the last callback."""
+        """Clean up. This is the last callback."""
         ...
 
     def held_bytes(self) -> int:
-        """Return the memory held by incomplete input."""
         return 0
 
     def too_much(self) -> None:
-        """Answer with an error, and free the memory: this call holds most, and all calls exceed the limit."""
+        """Answer with an error, and free the memory: this call holds most."""
         return
 
 
 @dataclass(eq=False)
 class GrpcServer:
-    """Methods, limits and turns that all connections of a listening address share."""
-
-    methods: Mapping[str, Callable[[Answers], Call]]
-    """Handlers by path, such as ``/grpc.health.v1.Health/Check``."""
+    methods: Mapping[str, Callable[[Answers], GrpcCall]]
     most_message_bytes: int
     most_streams: int
-    """Limit per connection, and half the limit of all connections. Refused streams may be retried elsewhere."""
+    """Limit per connection, and half of all."""
     faults: Callable[[], None] = lambda: None
-    """Called for each unexpected exception of a handler."""
     refused: Callable[[str], None] = lambda reason: None
-    """Called with the reason for each stream, call or connection refused or aborted because of its peer."""
+    """Called with the reason of each refusal or abort because of a peer."""
     keepalive_s: float = KEEPALIVE_S
     preface_s: float = PREFACE_S
     most_connections: int = MAX_CONNECTIONS
     most_held_bytes: int = MAX_HELD_BYTES
-    connections: set[Connection] = field(default_factory=set)
+    connections: set[GrpcConnection] = field(default_factory=set)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     calls: int = 0
-    """Calls in flight, of all connections."""
 
     def __post_init__(self) -> None:
         self.most_held_bytes = max(self.most_held_bytes, 2 * self.most_message_bytes)
         self.scratch = memoryview(bytearray(READ_BYTES))
-        """Read buffer of all connections: each read is consumed at once. A view, since TLS reads into slices."""
-        self._waiting: deque[Connection] = deque()
-        self._blocked: dict[Connection, None] = {}
+        """Read buffer of all connections: reads are consumed at once. A view: TLS reads into slices."""
+        self._waiting: deque[GrpcConnection] = deque()
+        self._blocked: dict[GrpcConnection, None] = {}
         self._held: dict[Answers, int] = {}
         self._held_bytes = 0
         self._frees = self._turn_comes = False
 
-    def connect(self) -> Connection:
-        return Connection(self)
+    def connect(self) -> GrpcConnection:
+        return GrpcConnection(self)
 
     async def close(self, grace_s: float) -> None:
         """Refuse new calls, and give calls in flight ``grace_s`` to end. Close the listener first."""
@@ -136,8 +121,7 @@ class GrpcServer:
     # Turns: a connection with work left after its slice is in `_waiting`, once, and its socket is not read meanwhile.
     # So a flood on a connection delays the others by one slice per turn, and its own bytes back up in the kernel.
 
-    def wait(self, connection: Connection) -> None:
-        """Queue a connection for its next slice."""
+    def wait(self, connection: GrpcConnection) -> None:
         self._waiting.append(connection)
         self._schedule_turn()
 
@@ -161,8 +145,7 @@ class GrpcServer:
 
     # Limits
 
-    def admit(self, connection: Connection) -> bool:
-        """Admit a new connection; return False if there is no room."""
+    def admit(self, connection: GrpcConnection) -> bool:
         if len(self.connections) >= self.most_connections:
             self.refused("connections")
             idle = [connection for connection in self.connections if not len(connection.http2)]
@@ -174,13 +157,12 @@ class GrpcServer:
         self.connections.add(connection)
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: GrpcConnection) -> None:
         self.connections.discard(connection)
         self._blocked.pop(connection, None)
         self.empty.set()
 
-    def blocked(self, connection: Connection) -> None:
-        """Record that a write buffer is full: the peer reads no answers."""
+    def blocked(self, connection: GrpcConnection) -> None:
         self._blocked[connection] = None
         if len(self._blocked) > MAX_BLOCKED:
             first = next(iter(self._blocked))
@@ -188,11 +170,11 @@ class GrpcServer:
             self.refused("unread-answers")
             first.abort()
 
-    def unblocked(self, connection: Connection) -> None:
+    def unblocked(self, connection: GrpcConnection) -> None:
         self._blocked.pop(connection, None)
 
     def holds(self, answers: Answers, size: int) -> None:
-        """Record a call's memory. If all calls hold too much, refuse those that hold most."""
+        """Record a call's memory, and refuse the largest calls if necessary."""
         self._held_bytes += size - self._held.pop(answers, 0)
         if size:
             self._held[answers] = size
@@ -211,23 +193,22 @@ class GrpcServer:
 
 
 class Answers:
-    """Stream of a call: splits input into messages for its ``Call``, and sends answers until the call is over."""
+    """Stream of a call."""
 
-    def __init__(self, connection: Connection, stream: int) -> None:
+    def __init__(self, connection: GrpcConnection, stream: int) -> None:
         self._connection, self._stream = connection, stream
         self._begun = self._held = self._ended = False
         self._owed = self._held_bytes = 0
         self._buffer = bytearray()
         self._later: Iterator[bytes] | None = None
-        self.call: Call | None = None
-        """None after the end."""
+        self.call: GrpcCall | None = None
 
     def send(self, *messages: bytes) -> None:
         self._write(messages)
         self._connection.flush()
 
     def send_all(self, messages: Iterable[bytes]) -> None:
-        """Send messages over several turns of the loop; input waits meanwhile."""
+        """Send messages over several turns; input waits meanwhile."""
         self._later = iter(messages)
         if self._write_some():
             self._held = True
@@ -245,7 +226,7 @@ class Answers:
         self._connection.flush()
 
     def hold(self) -> None:
-        """Buffer input until ``go_on``; HTTP/2's flow control stops its sender."""
+        """Buffer input until ``go_on``; flow control stops its sender."""
         self._held = True
 
     def go_on(self) -> None:
@@ -257,7 +238,7 @@ class Answers:
         self._connection.has_more(self)
 
     def work(self) -> bool:
-        """Do some of the waiting work; return True if there is more."""
+        """Do some waiting work; return True if there is more."""
         if self._later is not None:
             if not self._write_some():
                 self.go_on()
@@ -270,7 +251,6 @@ class Answers:
         return False
 
     def on_data(self, data: bytes) -> None:
-        """Handle input: a part of a message, or several messages."""
         if self._held:
             self._buffer += data
             self._owed += len(data)
@@ -293,7 +273,7 @@ class Answers:
             self._connection.guard(self, self.call.on_messages_end)
 
     def too_much(self) -> None:
-        """Free the memory: end the call, or let its handler end it if the handler holds most."""
+        """Free the memory: end the call, or let its handler end it."""
         if self.call is None:
             return
         handler_bytes = self.call.held_bytes()
@@ -344,10 +324,7 @@ class Answers:
         return True
 
     def _dispatch(self, data: bytes) -> bool:
-        """Dispatch the complete messages of ``data`` and buffer the rest. Return True if there are more.
-
-        The buffer must be empty.
-        """
+        """Dispatch complete messages, and buffer the rest. Return True if there are more. The buffer must be empty."""
         at, size = 0, len(data)
         for _ in range(MESSAGES_AT_ONCE):
             end = at + HEAD_BYTES
@@ -383,16 +360,14 @@ class Answers:
         return True
 
 
-class Connection(asyncio.BufferedProtocol):
+class GrpcConnection(asyncio.BufferedProtocol):
     def __init__(self, server: GrpcServer) -> None:
         self.server = server
         self.http2 = Http2(self, server.most_streams)
         self.heard_s = 0.0
-        """Time of the last input, by the loop's clock."""
         self._calls: dict[int, Answers | None] = {}
         """Calls by stream; None: the request is not gRPC."""
         self._more: dict[Answers, None] = {}
-        """Calls with work left."""
         self._transport: asyncio.Transport | None = None
         self._inside = self._leaving = self._waits = self._is_blocked = False
         self._pinged_s: float | None = None
@@ -427,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
             self.server.wait(self)
 
     def work(self) -> bool:
-        """Work for one slice. Return True if there is more, and the caller must call again."""
+        """Work for one slice; return True if the caller must call again."""
         if self._transport is None:
             return False
         end_s = time.perf_counter() + SLICE_S
@@ -476,7 +451,6 @@ class Connection(asyncio.BufferedProtocol):
         self.server.unblocked(self)
 
     def leave(self) -> None:
-        """Refuse new calls, and close after the last call."""
         self._leaving = True
         self.http2.leave()
         self.flush()
@@ -507,7 +481,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _check_alive(self) -> None:
-        """Abort a connection without a complete preface or an answer to a PING, whose calls would never end."""
+        """Abort a connection without a preface or an answer to a PING: its calls would never end."""
         silent = self._pinged_s is not None and self.heard_s < self._pinged_s
         if not self.http2.begun or silent:
             self.server.refused("preface" if not self.http2.begun else "silence")
@@ -567,7 +541,7 @@ class Connection(asyncio.BufferedProtocol):
     # Interface of ``Answers``
 
     def guard(self, answers: Answers, callback: Callable[..., None], *arguments: bytes) -> None:
-        """Run a handler's callback. An exception ends only its own call."""
+        """Run a handler's callback. An exception ends only its call."""
         try:
             callback(*arguments)
         except Exception:

@@ -1,0 +1,199 @@
+"""``skymemory optimise``: servers, placement, chunk, window and access for a load, with curves of each parameter."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import add_json, add_links, fraction, size
+from skymemory.text import Table, width_of, write
+from skymemory.units import format_size
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+    from skymemory_lab.sim.sky.optimise import ChoiceOutcome, Optimum
+
+_SHOWN = {
+    "access": "access",
+    "strategy": "placement",
+    "servers": "servers",
+    "chunk_bytes": "chunk, bytes",
+    "window_bytes": "window, bytes",
+}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "optimise",
+        help="choose servers, placement, chunk, window and access for a load",
+        description="Compute every setting of a grid by the physical latency model (light, rates, queues) at times "
+        "over one orbit, choose by the first half of it and judge by the second. Prints the best setting, its distance "
+        "from the lower bound, the second best, and what each parameter does.",
+    )
+    add_links(parser)
+    add = parser.add_argument
+    add("--value", type=size, default="2.75MiB", metavar="SIZE", help="size of a value (default: %(default)s)")
+    add("--puts", type=fraction, default="20%", metavar="SHARE", help="of the requests (default: 20%%)")
+    add("--requests", type=float, default=0.0, metavar="N", help="requests a second on these links (default: 0)")
+    add(
+        "--access",
+        action="append",
+        metavar="MODE",
+        help="gateway, hybrid, los or onboard; may be repeated (default: gateway and hybrid, which can be flown)",
+    )
+    add(
+        "--servers",
+        type=int,
+        action="append",
+        metavar="S",
+        help="a number to choose; may be repeated (default: 1 to 81)",
+    )
+    add("--csv", type=Path, metavar="FILE", help="write the curves as CSV")
+    add("--figure", type=Path, metavar="FILE", help="draw the curves to a .png, .svg or .pdf file")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.constellation.presets import preset_named
+    from skymemory.constellation.sight import check_mask
+    from skymemory_lab.sim.sky.optimise import RequestMix, at_place, optimise
+    from skymemory_lab.sim.sky.physical import LinkRates
+    from skymemory_lab.view.drawing import drawing_path, save_csv
+
+    if args.figure is not None:
+        drawing_path(args.figure)
+    check_mask(args.mask)
+    preset = at_place(preset_named(args.preset), args.lat, args.lon)
+    rates = LinkRates(args.up, args.down, args.isl)
+    load = RequestMix(args.value, args.server_time, args.puts, args.requests)
+    optimum = optimise(
+        preset,
+        rates,
+        load,
+        mask_deg=args.mask,
+        accesses=tuple(args.access or ("gateway", "hybrid")),
+        servers=args.servers,
+        report=_progress,
+    )
+    _progress("")
+    if args.csv is not None:
+        rows = [{"parameter": name, **outcome.row()} for name, curve in optimum.curves.items() for outcome in curve]
+        save_csv(args.csv, list(rows[0]), [list(row.values()) for row in rows])
+    if args.figure is not None:
+        _draw(optimum, args.figure)
+    if args.json:
+        print(json.dumps(_as_json(optimum, preset.name), indent=1))
+    else:
+        _print(optimum, args.value, preset.name)
+    return 0
+
+
+def _progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def _as_json(found: Optimum, preset: str) -> dict[str, object]:
+    return {
+        "preset": preset,
+        "chosen": found.chosen.row(),
+        "second": None if found.second is None else found.second.row(),
+        "seconds_when_chosen": found.chosen_s,
+        "best_when_judged": found.judged_best.row(),
+        "settings": found.settings,
+        "overloaded": found.overloaded,
+        "in_sight_share": found.seen_share,
+        "curves": {name: [outcome.row() for outcome in curve] for name, curve in found.curves.items()},
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+_HEADER = ("get ms", "bound", "set ms", "bound", "mix ms", "× bound", "worst ms", "used")
+
+
+def _cells(one: ChoiceOutcome) -> tuple[str, ...]:
+    if not one.carries:
+        return ("-",) * 7 + (f"{one.utilisation:.0%}",)
+    return (
+        _ms(one.get_s),
+        _ms(one.get_bound_s),
+        _ms(one.set_s),
+        _ms(one.set_bound_s),
+        _ms(one.seconds),
+        f"{one.of_bound:.2f}",
+        _ms(one.worst_s),
+        f"{one.utilisation:.0%}",
+    )
+
+
+def _print(found: Optimum, value_bytes: int, preset: str) -> None:
+    rows: list[tuple[str, ...]] = []
+    for name, curve in found.curves.items():
+        rows.append((_SHOWN[name], *(_HEADER if not rows else ("",) * len(_HEADER))))
+        for outcome in curve:
+            mark = "→ " if outcome.choice == found.chosen.choice else "  "
+            other = f" ({outcome.choice.strategy})" if name == "access" else ""
+            rows.append((f"{mark}{getattr(outcome.choice, name)}{other}", *_cells(outcome)))
+    best = found.chosen
+    write(f"{preset}, values of {format_size(value_bytes)}: {found.settings} settings, {found.overloaded} overloaded")
+    write(
+        f"chosen  {_setting(best)}: {_ms(best.seconds)} ms, {best.of_bound:.2f} × the bound of {_ms(best.bound_s)} ms"
+    )
+    if found.second is not None:
+        more = found.second.seconds / best.seconds - 1
+        write(f"second  {_setting(found.second)}: {_ms(found.second.seconds)} ms, {more:+.1%}")
+    lost = best.seconds / found.judged_best.seconds - 1
+    write(f"chosen at {_ms(found.chosen_s)} ms in the orbit's first half; the best of the second would save {lost:.1%}")
+    if found.seen_share < 1:
+        write(f"a satellite is in sight {found.seen_share:.0%} of the time; only that is counted")
+    print()
+    Table(rows[0], rows[1:]).print()
+
+
+def _setting(one: ChoiceOutcome) -> str:
+    choice = one.choice
+    return (
+        f"{choice.access}, {choice.strategy}, {choice.servers} servers, chunks of {choice.chunk_bytes}, "
+        f"window {format_size(choice.window_bytes)}"
+    )
+
+
+def _draw(found: Optimum, path: Path) -> None:
+    from skymemory_lab.view.drawing import ORANGES, SERIES, new_figure, save
+
+    figure = new_figure(12.0, 6.4)
+    figure.suptitle(f"chosen: {_setting(found.chosen)}", fontsize=11)
+    axes = figure.subplots(2, 3).ravel()
+    for ax, (name, curve) in zip(axes, found.curves.items(), strict=False):
+        feasible = [outcome for outcome in curve if outcome.carries]
+        places = list(range(len(feasible)))
+        for part, colour, marker in (("get", SERIES["hop"][0], "o"), ("set", SERIES["rotation"][0], "s")):
+            for which, line in ((f"{part}_s", "-"), (f"{part}_bound_s", ":")):
+                values = [getattr(outcome, which) * 1e3 for outcome in feasible]
+                label = part if line == "-" else f"{part}, lower bound"
+                ax.plot(
+                    places, values, line, color=colour, marker=marker, markersize=4 if line == "-" else 0, label=label
+                )
+        chosen = [at for at, outcome in enumerate(feasible) if outcome.choice == found.chosen.choice]
+        for at in chosen:
+            ax.axvspan(at - 0.3, at + 0.3, color=ORANGES[-1], zorder=0)
+        ax.set_xticks(places, [_tick(name, getattr(outcome.choice, name)) for outcome in feasible], fontsize=8)
+        ax.set_title(_SHOWN[name].partition(",")[0])
+        ax.set_ylabel("ms")
+        ax.set_ylim(bottom=0)
+    axes[5].axis("off")
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[5].legend(handles, labels, loc="center", title="means over half an orbit; chosen: shaded")
+    print(save(figure, path), file=sys.stderr)
+
+
+def _tick(name: str, value: object) -> str:
+    if isinstance(value, int) and name != "servers":
+        return format_size(value).replace(".0 ", " ").replace("iB", "").replace(" ", "")
+    return str(value).replace("rotation_hop", "rotation\n+ hop")

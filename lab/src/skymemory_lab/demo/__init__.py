@@ -1,0 +1,1 @@
+"""Demos of the `skymemory demo` command."""

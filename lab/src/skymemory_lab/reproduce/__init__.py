@@ -1,0 +1,1 @@
+"""Reproduction of the figures of the Cake and Mooncake papers."""

@@ -1,0 +1,110 @@
+"""All instances of a simulated cluster, and the fleets from which schedulers choose.
+
+An elastic instance is in both fleets, closed in that of the other role. Prefill slots are node numbers of the KV pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skymemory.conductor.picker import Fleet
+from skymemory.conductor.pools import Role
+from skymemory_lab.sim.clock import Clock
+from skymemory_lab.sim.cluster.decode import CoupledInstance, DecodeInstance
+from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job, Steps
+from skymemory_lab.sim.cluster.pool import ClusterPool
+from skymemory_lab.sim.cluster.prefill import Pipeline, PrefillInstance
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    begun: Callable[[Job, float, float], None]
+    prefilled: Callable[[Job, float], None]
+    coupled_prefilled: Callable[[Job, float], DecodeStream | None]
+    joined: Callable[[DecodeStream, float], None]
+    answered: Callable[[DecodeStream, float], None]
+    first: Callable[[DecodeStream, float], None]
+    """First token of a stream, computed by a decode instance."""
+
+
+class Machines:
+    def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
+        prefilling, decoding = setup.prefilling(), setup.decoding()
+        self.elastic = setup.pools == "elastic"
+        self.role: dict[str, Role] = {**dict.fromkeys(prefilling, "prefill"), **dict.fromkeys(decoding, "decode")}
+        self.prefill_names = prefilling + decoding * self.elastic
+        self.decode_names = decoding + prefilling * self.elastic
+        self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
+        for name in self.prefill_names:
+            self.prefill_fleet.add(name)
+        for name in self.decode_names:
+            self.decode_fleet.add(name)
+        self.prefills: list[PrefillInstance] = []
+        self.coupled: list[CoupledInstance] = []
+        self.down: set[str] = set()
+        self._first_decode, self._handover = len(prefilling), setup.handover
+        # Shared by all machines, which are equal: the coefficients are looked up for each step.
+        steps = Steps(setup.cost)
+        for number in range(len(self.prefill_names)):
+            if setup.coupled:
+                sizes = (setup.kv_tokens - setup.coupled_cache_tokens, setup.most_batch, setup.mixed_tokens)
+                callbacks = (listeners.coupled_prefilled, listeners.answered)
+                self.coupled.append(CoupledInstance(number, clock, setup.cost, pool, steps, gaps, *sizes, *callbacks))
+            else:
+                pipeline = Pipeline(setup.cost, setup.pipeline, setup.chunk_tokens)
+                self.prefills.append(
+                    PrefillInstance(number, clock, setup.cost, pipeline, pool, listeners.begun, listeners.prefilled)
+                )
+        limits = (setup.kv_tokens, setup.most_batch)
+        self.decodes = [
+            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered, listeners.first)
+            for _ in self.decode_names
+        ]
+
+    def node_of_decode(self, slot: int) -> int:
+        return (self._first_decode + slot) % len(self.role)
+
+    def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
+        if self.coupled or not self.elastic:
+            return self.prefills or self.coupled
+        return [self.prefills[server.slot] for server in self.prefill_fleet if self.role[server.name] == "prefill"]
+
+    def decoding(self) -> list[DecodeInstance] | list[CoupledInstance]:
+        if self.coupled or not self.elastic:
+            return self.decodes or self.coupled
+        return [self.decodes[server.slot] for server in self.decode_fleet if self.role[server.name] == "decode"]
+
+    def kill(self, name: str, now_s: float) -> tuple[list[Job], list[DecodeStream]]:
+        """Fail an instance. Return its requests before and after the first token."""
+        self.down.add(name)
+        jobs: list[Job] = []
+        streams: list[DecodeStream] = []
+        if (server := self.prefill_fleet.servers.get(name)) is not None:
+            server.healthy = False
+            if self.coupled:
+                return self.coupled[server.slot].fail(now_s)
+            jobs = self.prefills[server.slot].fail(now_s)
+        if (server := self.decode_fleet.servers.get(name)) is not None:
+            server.healthy = False
+            streams = self.decodes[server.slot].fail(now_s)
+        return jobs, streams
+
+    def revive(self, name: str) -> None:
+        self.down.discard(name)
+        for fleet in (self.prefill_fleet, self.decode_fleet):
+            if name in fleet.servers:
+                fleet.servers[name].healthy = True
+
+    def could_take(self, job: Job) -> bool:
+        if self.coupled:
+            return self.coupled[0].takes(job)
+        at_prefill = job.output_tokens == 1 and self._handover is None
+        return at_prefill or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
+
+    def prefill_busy_s(self) -> list[float]:
+        return [instance.busy_s for instance in self.prefills] or [instance.busy_s for instance in self.coupled]
+
+    def decode_busy_s(self) -> list[float]:
+        return [instance.busy_s for instance in self.decodes] or [instance.decode_busy_s for instance in self.coupled]

@@ -1,0 +1,403 @@
+"""Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
+
+A conversation starts with its tenant's system prompt, sometimes a shared document, then its own text. Each further turn
+adds the answer and a new message.
+
+``CONVERSATIONS`` has the statistics of Mooncake's conversation trace. ``TENANTS`` has many system prompts with changing
+popularity, ``AGENTS`` long instructions and short calls.
+
+``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2), which gives no spread of lengths: here
+they are log-normal, for the simulated prompts constant.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+from skymemory.errors import InvalidInput
+from skymemory_lab.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittered, read_trace
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Clipped log-normal distribution of whole numbers."""
+
+    median: float
+    sigma: float
+    least: int
+    most: int
+
+    def draw(self, dice: random.Random) -> int:
+        return max(self.least, min(self.most, round(self.median * math.exp(dice.gauss(0, self.sigma)))))
+
+
+@dataclass(frozen=True, slots=True)
+class Popularity:
+    """Zipf popularity, ``1 / rank ** skew``, with ranks that rotate over time."""
+
+    count: int
+    skew: float
+    moves_every_s: float = math.inf
+    moves_by: int = 0
+
+    def weights(self) -> list[float]:
+        return list(accumulate(1 / rank**self.skew for rank in range(1, self.count + 1)))
+
+    def draw(self, dice: random.Random, weights: list[float], at_s: float) -> int:
+        rank = dice.choices(range(self.count), cum_weights=weights)[0]
+        steps = 0 if math.isinf(self.moves_every_s) else math.floor(at_s / self.moves_every_s)
+        return (rank + steps * self.moves_by) % self.count
+
+
+_NONE = LogNormal(1, 0.0, 1, 1)
+_ONE = Popularity(1, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Parameters of the generator: seconds, tokens, shares (0 to 1)."""
+
+    name: str
+    conversations_per_s: float
+    tenants: Popularity
+    system: LogNormal
+    documents: Popularity = _ONE
+    document: LogNormal = _NONE
+    document_share: float = 0.0
+    question: LogNormal
+    job_share: float = 0.0
+    """Share of conversations with a single request of ``job`` tokens."""
+    job: LogNormal = _NONE
+    goes_on: float
+    goes_on_growth: float = 0.0
+    """Exponent by which later ends become less likely: ``turn ** -goes_on_growth``."""
+    message: LogNormal
+    long_message_share: float = 0.0
+    long_message: LogNormal = _NONE
+    pause: LogNormal
+    answer: LogNormal
+    curt_share: float
+    """Share of answers of a few tokens."""
+    batch_s: float = 0.0
+    """Multiple to which arrivals are delayed; 0: no delay."""
+    most_tokens: int = 126_000
+
+
+def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequest]:
+    """Return ``duration_s`` of requests in order of arrival. Equal arguments give equal requests.
+
+    Raises:
+        InvalidInput: a duration of 0 or less.
+    """
+    if not duration_s > 0:
+        raise InvalidInput(f"duration {duration_s:g} s: expected above 0")
+    dice = random.Random(seed)
+    names = BlockNames()
+    tenants, documents = workload.tenants.weights(), workload.documents.weights()
+    systems = [workload.system.draw(dice) for _ in range(workload.tenants.count)]
+    texts = [workload.document.draw(dice) for _ in range(workload.documents.count)]
+    requests: list[TraceRequest] = []
+    # Long enough for conversations that began before second 0 to reach their usual mix of turns.
+    before_s = 6.0 * workload.pause.median
+    begins_s, session = -before_s, 0
+    while (begins_s := begins_s + dice.expovariate(workload.conversations_per_s)) < duration_s:
+        session += 1
+        tenant = workload.tenants.draw(dice, tenants, begins_s + before_s)
+        stem: tuple[tuple[str, int, int], ...] = (("system", tenant, systems[tenant]),)
+        job = dice.random() < workload.job_share
+        if not job and dice.random() < workload.document_share:
+            document = workload.documents.draw(dice, documents, begins_s + before_s)
+            stem += (("document", document, texts[document]),)
+        own = (workload.job if job else workload.question).draw(dice)
+        for at_s, own_tokens, output in _turns(workload, dice, begins_s, own, job):
+            tokens = sum(part[2] for part in stem) + own_tokens
+            if tokens > workload.most_tokens or at_s >= duration_s:
+                break
+            if at_s >= 0:
+                ids = names.of(stem, ("own", session, own_tokens))
+                requests.append(TraceRequest(at_s, tokens, output, ids, session))
+    return sorted(requests, key=lambda request: request.at_s)
+
+
+def _turns(
+    workload: Workload, dice: random.Random, begins_s: float, own: int, job: bool
+) -> Iterator[tuple[float, int, int]]:
+    """Yield per turn: arrival (s), tokens after the stem, tokens of the answer."""
+    at_s, turn = begins_s, 1
+    while True:
+        curt = dice.random() < workload.curt_share
+        output = dice.randint(1, 29) if curt else workload.answer.draw(dice)
+        arrives_s = math.ceil(at_s / workload.batch_s) * workload.batch_s if workload.batch_s else at_s
+        yield arrives_s, own, output
+        if job or dice.random() < (1 - workload.goes_on) * turn**-workload.goes_on_growth:
+            return
+        long = dice.random() < workload.long_message_share
+        own += output + (workload.long_message if long else workload.message).draw(dice)
+        at_s, turn = at_s + workload.pause.draw(dice), turn + 1
+
+
+CONVERSATIONS = Workload(
+    name="conversations",
+    conversations_per_s=2.15,
+    tenants=Popularity(1, 0.0),
+    system=LogNormal(700, 0.0, 700, 700),
+    documents=Popularity(400, 1.0),
+    document=LogNormal(3_500, 0.9, 1_024, 30_000),
+    document_share=0.04,
+    question=LogNormal(5_400, 1.25, 200, 120_000),
+    job_share=0.17,
+    job=LogNormal(200, 0.02, 191, 215),
+    goes_on=0.37,
+    goes_on_growth=0.2,
+    message=LogNormal(30, 1.3, 2, 1_000),
+    long_message_share=0.25,
+    long_message=LogNormal(3_500, 0.9, 200, 40_000),
+    pause=LogNormal(128, 0.95, 12, 1_800),
+    answer=LogNormal(370, 0.42, 30, 2_000),
+    curt_share=0.118,
+    batch_s=BATCH_S,
+)
+TENANTS = Workload(
+    name="tenants",
+    conversations_per_s=8.0,
+    tenants=Popularity(1_500, 0.9, moves_every_s=120.0, moves_by=37),
+    system=LogNormal(4_000, 0.6, 1_024, 16_000),
+    question=LogNormal(300, 0.8, 20, 4_000),
+    goes_on=0.5,
+    message=LogNormal(150, 0.8, 5, 2_000),
+    pause=LogNormal(40, 0.6, 5, 300),
+    answer=LogNormal(900, 0.5, 50, 4_000),
+    curt_share=0.02,
+)
+AGENTS = Workload(
+    name="agents",
+    conversations_per_s=0.4,
+    tenants=Popularity(24, 0.8),
+    system=LogNormal(9_000, 0.5, 3_000, 30_000),
+    documents=Popularity(60, 0.7),
+    document=LogNormal(8_000, 0.8, 1_024, 40_000),
+    document_share=0.5,
+    question=LogNormal(900, 1.0, 50, 20_000),
+    goes_on=0.93,
+    message=LogNormal(350, 1.0, 20, 4_000),
+    long_message_share=0.2,
+    long_message=LogNormal(4_000, 0.8, 500, 30_000),
+    pause=LogNormal(7, 0.7, 1, 120),
+    answer=LogNormal(130, 0.7, 15, 2_000),
+    curt_share=0.0,
+)
+WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS)}
+
+
+class BlockNames:
+    """Ids of blocks, numbered by first appearance; equal ids mean equal prefixes."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, stem: tuple[tuple[str, int, int], ...], own: tuple[str, int, int]) -> tuple[int, ...]:
+        """Return the ids of a prompt of these parts (kind, which, tokens). ``own`` is unique to it."""
+        ids = []
+        # A block is named by the parts up to its end: two prompts share it if all of these are equal.
+        begin, shared = 0, 0
+        for end_of in range(1, len(stem) + 1):
+            shared += stem[end_of - 1][2]
+            while (begin + 1) * BLOCK_TOKENS <= shared:
+                ids.append(self._number((stem[:end_of], begin)))
+                begin += 1
+        tokens = shared + own[2]
+        while (begin + 1) * BLOCK_TOKENS <= tokens:
+            ids.append(self._number((own[:2], begin)))
+            begin += 1
+        if begin * BLOCK_TOKENS < tokens:
+            ids.append(self._number((own, begin)))  # partial: the next turn fills it and changes its id
+        return tuple(ids)
+
+    def _number(self, what: tuple[object, ...]) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    name: str
+    prompt: LogNormal
+    answer: LogNormal
+    shared: float = 0.0
+    """Share of a prompt that comes from ``prefixes``, 0 to below 1."""
+    prefixes: Popularity = _ONE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shared < 1:
+            raise InvalidInput(f"workload {self.name!r}: shared is {self.shared:g}; expected 0 to below 1")
+
+
+def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
+    """Return ``count`` requests of a Poisson process. Another rate scales the arrivals of the same requests.
+
+    Raises:
+        InvalidInput: a rate of 0 or less, or no requests.
+    """
+    if not 0 < rate_per_s < math.inf or count < 1:
+        raise InvalidInput(f"{count} requests at {rate_per_s:g}/s; expected at least 1, at a rate above 0")
+    # Two generators: another rate or another workload keeps the same sequence of arrivals.
+    dice, clock = random.Random(seed), random.Random(seed + 1)
+    names = BlockNames()
+    weights = workload.prefixes.weights()
+    lengths = [workload.prompt.draw(dice) for _ in range(workload.prefixes.count)]
+    requests, unit_s = [], 0.0
+    for number in range(count):
+        unit_s += clock.expovariate(1.0)
+        stem: tuple[tuple[str, int, int], ...] = ()
+        if workload.shared:
+            which = workload.prefixes.draw(dice, weights, unit_s)
+            tokens = lengths[which]
+            stem = (("prefix", which, round(tokens * workload.shared)),)
+        else:
+            tokens = workload.prompt.draw(dice)
+        ids = names.of(stem, ("own", number, tokens - sum(part[2] for part in stem)))
+        answer = workload.answer.draw(dice)
+        requests.append(TraceRequest(unit_s / rate_per_s, tokens, answer, ids, session=number))
+    return requests
+
+
+def _about(mean: float, sigma: float, least: int, most: int) -> LogNormal:
+    return LogNormal(mean / math.exp(sigma * sigma / 2), sigma, least, most)
+
+
+def _exactly(tokens: int) -> LogNormal:
+    return LogNormal(tokens, 0.0, tokens, tokens)
+
+
+ARXIV = OpenLoop("arxiv", _about(8_088, 0.5, 500, 64_000), _about(229, 0.4, 20, 1_500))
+L_EVAL = OpenLoop("l-eval", _about(19_019, 0.5, 3_000, 120_000), _about(72, 0.6, 1, 1_000), 0.97, Popularity(48, 0.0))
+SIMULATED = tuple(
+    OpenLoop(f"simulated-{thousand}k", _exactly(thousand * 1024), _exactly(512), 0.5, Popularity(24, 0.0))
+    for thousand in (16, 32, 64, 128)
+)
+OPEN_LOOPS = {workload.name: workload for workload in (ARXIV, L_EVAL, *SIMULATED)}
+
+
+def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
+    return replace(workload, prefixes=replace(workload.prefixes, count=prefixes))
+
+
+class RequestSource(Protocol):
+    """A short description of requests, which sweeps send to processes instead of the requests."""
+
+    @property
+    def name(self) -> str: ...
+
+    def requests(self) -> list[TraceRequest]: ...
+
+
+HOUR_S = 3_537.0
+"""Duration of the conversation trace."""
+QUICK_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationSource:
+    """The conversation trace, or the generator with its statistics."""
+
+    trace: Path | None
+    seed: int = 0
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        what = "the conversation trace" if self.trace is not None else "the seeded generator instead of the trace"
+        return f"{what}, first {QUICK_S:g} s" if self.quick else what
+
+    def requests(self) -> list[TraceRequest]:
+        """Return the requests in order of arrival, with batches spread.
+
+        Raises:
+            InvalidInput: not a trace.
+            OSError: it cannot be read.
+        """
+        return _requests(self)
+
+
+@lru_cache(maxsize=2)
+def _requests(source: ConversationSource) -> list[TraceRequest]:
+    if source.trace is not None:
+        requests = read_trace(source.trace)
+    else:
+        seconds = QUICK_S if source.quick else HOUR_S
+        requests = generate(WORKLOADS["conversations"], seconds, seed=100 + source.seed)
+    requests = jittered(requests, source.seed, BATCH_S)
+    return [request for request in requests if request.at_s < QUICK_S] if source.quick else requests
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    workload: str
+    rate_per_s: float
+    count: int
+    seed: int = 0
+    prefixes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, Poisson"
+
+    def requests(self) -> list[TraceRequest]:
+        workload = OPEN_LOOPS[self.workload]
+        if self.prefixes is not None:
+            workload = scaled(workload, self.prefixes)
+        return poisson(workload, self.rate_per_s, self.count, self.seed)
+
+
+_VOCABULARY = (
+    "a about after again all also always and another any are as ask at away back be because before better between "
+    "book both bring but by call can carry change city clear close cold come cost could country day deep did "
+    "different do door down draw each early end enough even every eye far few field find first follow food for form "
+    "found four from full garden get give glass go good great green group grow half hand hard have he head hear "
+    "help her here high him his hold home hour house how idea if in into island it just keep kind know land large "
+    "last late learn leave left letter life light like line list little live long look made make man many map mean "
+    "might mile more morning most mountain move much must name near need never new next night no north not note now "
+    "number of off often old on once one only open or other our out over own page paper part people place plan "
+    "plant play point port put question quick rain read real rest right river road room round run said same say sea "
+    "second see seem sentence set seven ship short should show side simple since small so some song soon sound "
+    "south stand star start state step still stone story street such sun sure table take talk "
+    "tell than that the "  # words: keep
+    "their them then there they thing think this thought three through time to together "
+    "told too took town travel "  # words: keep
+    "tree true try turn two under until up us use very voice walk want warm was watch water way we week well went "
+    "were what when where which while white who why will wind window with without word work world would write year "
+    "you young your "
+)
+WORDS = _VOCABULARY.split()
+
+
+def render_text(request: TraceRequest, characters_per_block: int) -> str:
+    """Return a prompt's text, scaled down to ``characters_per_block``. Equal ids give equal text.
+
+    Raises:
+        InvalidInput: fewer than 8 characters per block, which could be equal by chance.
+    """
+    if characters_per_block < 8:
+        raise InvalidInput(f"{characters_per_block} characters per block; expected 8 or more")
+    text = "".join(_block_text(block_id, characters_per_block) for block_id in request.ids)
+    rest_tokens = request.input_tokens % BLOCK_TOKENS
+    if rest_tokens:
+        missing = characters_per_block - max(1, rest_tokens * characters_per_block // BLOCK_TOKENS)
+        text = text[: len(text) - missing]
+    return text
+
+
+def _block_text(number: int, characters: int) -> str:
+    # Seeded by the id alone: equal blocks have equal text in every process.
+    dice = random.Random(number)
+    text = ""
+    while len(text) < characters:
+        sentence = " ".join(dice.choices(WORDS, k=dice.randint(5, 14)))
+        text += f"{sentence.capitalize()}. "
+    return text[: characters - 1] + " "

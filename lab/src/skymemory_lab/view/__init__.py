@@ -1,0 +1,1 @@
+"""Maps of layouts as text, and drawn figures."""

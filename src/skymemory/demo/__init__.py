@@ -1,1 +1,0 @@
-"""Demos of the `skymemory demo` command, one file per demo."""

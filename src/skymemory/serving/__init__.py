@@ -1,1 +1,0 @@
-"""A small engine with the OpenAI protocol, and a client of any such endpoint; above ``engine`` and ``router``."""

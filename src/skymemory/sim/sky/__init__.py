@@ -1,9 +1,0 @@
-"""Simulation of links with rates over real geometry: latency, its lower bound, the best setting, loading or computing.
-
-Start with scenarios: ``run(Scenario.read(path))`` gives the figures of every cell.
-"""
-
-from skymemory.sim.sky.run import CellResult, Results, run
-from skymemory.sim.sky.scenario import Cell, Scenario, scenario_named, shipped
-
-__all__ = ["Cell", "CellResult", "Results", "Scenario", "run", "scenario_named", "shipped"]

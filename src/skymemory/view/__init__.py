@@ -1,1 +1,0 @@
-"""Maps of layouts as text, and the paper's figures drawn with matplotlib."""

@@ -1,3 +1,0 @@
-"""A plan's constellation simulated in virtual time, in one process: the one that ``skymemory simulate`` runs."""
-
-from skymemory.sim.sky.run import VirtualConstellation as VirtualConstellation
