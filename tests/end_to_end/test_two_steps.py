@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("transformers", reason="an engine needs skymemory[hf]")
 pytest.importorskip("aiohttp", reason="serving needs skymemory[router]")
 pytest.importorskip("redis", reason="the store daemon's clients need skymemory[redis]")
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
 
 from tests.end_to_end.test_serve import PATIENCE_S
 from tests.end_to_end.test_serve import serving as engine_process

@@ -23,9 +23,18 @@ def test_lower_ends_become_the_version(tmp_path: Path) -> None:
     assert bounds(file, "lowest", ["two"]) == ["numpy==1.26", "other==2.1", 'uvloop==0.19; sys_platform != "win32"']
     assert bounds(file, "newest", ["one"]) == ["numpy>=1.26", "redis[hiredis]>=5,<9"]
     with pytest.raises(ValueError, match="no lower end"):
-        lowest("anything<3")
+        list(lowest(["anything<3"]))
     with pytest.raises(KeyError):
         bounds(file, "lowest", ["three"])
+
+
+def test_the_highest_of_several_lower_ends_counts() -> None:
+    """Extras are installed together, and pip refuses two versions of one package."""
+    said = ["tokenizers>=0.21", "Tokenizers>=0.9.3", "redis[a]>=5", "redis[b]>=4"]
+    assert list(lowest(said)) == ["tokenizers==0.21", "redis[a,b]==5"]
+    every = bounds(PROJECT, "lowest", ["hf", "fast", "redis", "router", "cachegen", "secure", "envoy"])
+    names = [line.partition("==")[0].partition("[")[0] for line in every]
+    assert len(set(names)) == len(names)
 
 
 def test_the_releases_of_transformers_are_said_in_one_way() -> None:

@@ -25,6 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
 from tests.end_to_end.test_cluster import Run
 from tests.store.redis_server.test_daemon import serving
 from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm
