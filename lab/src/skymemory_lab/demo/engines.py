@@ -197,13 +197,13 @@ def vllm_server(
     )
 
 
-def python_of_vllm(given: Path, otherwise: str = "") -> Path:
-    """Return the absolute path of ``given``, a Python with vLLM and the openai client.
+def python_of_vllm(path: Path, otherwise: str = "") -> Path:
+    """Return the absolute path of ``path``, a Python with vLLM and the openai client.
 
     Raises:
         InvalidInput: it is no such Python; the message says how to make an environment, or ``otherwise``.
     """
-    python = given.absolute()
+    python = path.absolute()
     if not python.is_file():
         problem = "no such file"
     else:
@@ -212,7 +212,7 @@ def python_of_vllm(given: Path, otherwise: str = "") -> Path:
             return python
         problem = f"has no {done.stdout.strip()}" if done.returncode == 0 else "is no Python that runs"
     raise InvalidInput(
-        f"--python {given}: {problem}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
+        f"--python {path}: {problem}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
         f"or name the Python of any other{otherwise}"
     )
 

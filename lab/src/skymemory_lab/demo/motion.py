@@ -309,9 +309,9 @@ class StatusPoller(threading.Thread):
             answer["memory_used_bytes"] for answer in last_answers
         )
 
-    def _keep(self, found: Housekeeping) -> None:
+    def _keep(self, answer: Housekeeping) -> None:
         for name in _COUNTED:
-            self._earlier[name] += found[name]
+            self._earlier[name] += answer[name]
 
     def total(self, name: str) -> int:
         return self._earlier[name] + sum(answer[name] for answer in list(self._latest.values()))
