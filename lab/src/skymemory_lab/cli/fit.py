@@ -414,7 +414,7 @@ def _object(measured: _Measured, fitted: _Fitted, notes: dict[str, Any]) -> dict
     }
 
 
-def _progress(what: str, share: float) -> None:
+def _progress(name: str, share: float) -> None:
     if sys.stderr.isatty():
-        line = f"measuring {what}: {share:.0%}" if what else ""
+        line = f"measuring {name}: {share:.0%}" if name else ""
         print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)

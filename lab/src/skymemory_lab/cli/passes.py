@@ -197,8 +197,8 @@ def _print_passes(passes: Passes, sky: Sky) -> None:
     Table(("rises", "culminates", "sets", "elevation", "azimuth", "satellite"), rows, left=(0, 1, 2, 5)).print()
 
 
-def _clock(unix_s: float | None, none: str) -> str:
-    return none if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%m-%d %H:%M:%S")
+def _clock(unix_s: float | None, otherwise: str) -> str:
+    return otherwise if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%m-%d %H:%M:%S")
 
 
 def _span(seconds: float) -> str:

@@ -279,8 +279,8 @@ def _cells(number: int, row: DisaggRow) -> list[str]:
     return [*map(str, counts), f"{row.ttft_s * 1e3:.0f} ms", f"{row.tbt_s * 1e3:.0f} ms"]
 
 
-def _print(requests: int, same: bool, burst: dict[str, float]) -> None:
-    words = "the same words as one engine alone" if same else "OTHER WORDS than one engine alone"
+def _print(requests: int, same_words: bool, burst: dict[str, float]) -> None:
+    words = "the same words as one engine alone" if same_words else "OTHER WORDS than one engine alone"
     print()
     write(f"The first {min(_CHECKED, requests)} answers have {words}.")
     write(

@@ -124,8 +124,8 @@ def _process(
         process.communicate()
 
 
-def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], what: str, log: Path) -> None:
-    wait = StartWait(what, started.pid, lambda: log.read_text("utf-8", "replace"))
+def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], name: str, log: Path) -> None:
+    wait = StartWait(name, started.pid, lambda: log.read_text("utf-8", "replace"))
     while not ready():
         if (code := started.poll()) is not None:
             raise wait.on_exit(code)
@@ -156,7 +156,7 @@ class HttpServer(NamedTuple):
 @contextmanager
 def http_server(
     words: Callable[[int], Sequence[str]],
-    what: str,
+    name: str,
     log: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[HttpServer]:
@@ -173,7 +173,7 @@ def http_server(
             return False
 
     with _process(words(port), log, environment) as process:
-        yield HttpServer(url, lambda: _until(healthy, process, what, log))
+        yield HttpServer(url, lambda: _until(healthy, process, name, log))
 
 
 def vllm_server(

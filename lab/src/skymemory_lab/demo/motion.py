@@ -321,10 +321,10 @@ class StatusPoller(threading.Thread):
         return frozenset(satellite for satellite, answer in list(self._latest.items()) if answer["chunks_held"])
 
 
-def wait_for_answers(watch: StatusPoller, satellites: int, patience_s: float) -> int:
+def wait_for_answers(poller: StatusPoller, satellites: int, patience_s: float) -> int:
     """Return the number of satellites that answer, once all do or after ``patience_s``."""
     deadline_s = time.monotonic() + patience_s
-    while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
+    while (answering := poller.ask()) < satellites and time.monotonic() < deadline_s:
         time.sleep(_EVERY_S / 4)
     return answering
 

@@ -329,8 +329,8 @@ def event(content: dict[str, object]) -> bytes:
 
 
 class _Events:
-    def __init__(self, made: StreamTranslation | None) -> None:
-        self._made = made
+    def __init__(self, translation: StreamTranslation | None) -> None:
+        self._made = translation
 
     def chunk(self, content: dict[str, object]) -> bytes:
         return event(content) if self._made is None else self._made.chunk(content)

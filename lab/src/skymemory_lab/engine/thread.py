@@ -309,8 +309,8 @@ class EngineThread:
         elif running in self._running:
             self._running.remove(running)
 
-    def _end(self, job: EngineJob, step: Step, how: str) -> None:
-        self._metrics.on_request_end(how)
+    def _end(self, job: EngineJob, step: Step, reason: str) -> None:
+        self._metrics.on_request_end(reason)
         job.on_step(step)
 
 

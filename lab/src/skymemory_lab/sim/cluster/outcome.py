@@ -345,8 +345,8 @@ def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
         }
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_name", "args": {"name": name}}
 
 
 def _us(seconds: float) -> int:
