@@ -137,7 +137,7 @@ def scorer_of(player: Player, setup: RoutingSetup) -> tuple[Scorer, CacheEvents 
     if player.strategy == PREDICTED:
         index = ApproximatePrefixIndex(setup.cache_blocks)
         return PredictedLatency(index, setup.seed, bool(dict(player.options).get("picks_best", 0))), None
-    return strategy_for(player.strategy, setup, ERROR, given=player.name == GIVEN, **dict(player.options))
+    return strategy_for(player.strategy, setup, ERROR, cost_known=player.name == GIVEN, **dict(player.options))
 
 
 @cache

@@ -199,7 +199,7 @@ def find_passes(
         passes += inside
         envelope.add(piece, inside)
         progress(last, sky.satellites)
-    passes.sort(key=lambda one: (one.rise_unix_s or 0.0, one.culmination_unix_s))
+    passes.sort(key=lambda satellite_pass: (satellite_pass.rise_unix_s or 0.0, satellite_pass.culmination_unix_s))
     return Passes(tuple(passes), _in_sight(passes, envelope, start_unix_s, duration_s), highest_deg, highest)
 
 
@@ -343,8 +343,8 @@ class _Piece:
             below, above = np.where(under, middle, below), np.where(under, above, middle)
         return (below + above) / 2
 
-    def number_within(self, one: Pass) -> int:
-        return one.satellite - self._first
+    def number_within(self, satellite_pass: Pass) -> int:
+        return satellite_pass.satellite - self._first
 
 
 class _Envelope:

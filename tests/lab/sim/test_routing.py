@@ -96,10 +96,10 @@ class Heard:
         self.resident: set[int] = set()
         self.learned = 0
 
-    def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
-        assert self.resident.issuperset(chain[:had]) and self.resident.issuperset(gone)
-        assert not self.resident.intersection(chain[had:])
-        self.resident.difference_update(gone)
+    def changed(self, server: Server, chain: Sequence[int], cached_blocks: int, evicted_blocks: Sequence[int]) -> None:
+        assert self.resident.issuperset(chain[:cached_blocks]) and self.resident.issuperset(evicted_blocks)
+        assert not self.resident.intersection(chain[cached_blocks:])
+        self.resident.difference_update(evicted_blocks)
         self.resident.update(chain)
         self.learned += 1
 

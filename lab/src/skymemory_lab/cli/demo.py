@@ -58,8 +58,8 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_disagg(demos)
 
 
-def _add_motion(others: Subparsers) -> None:
-    motion = others.add_parser(
+def _add_motion(subparsers: Subparsers) -> None:
+    motion = subparsers.add_parser(
         "motion",
         help="an orbit in fast motion: the box moves, a plane fails and returns, reads go on",
         description="Starts the 19x5 constellation with a fast clock, draws the box as it moves over the grid, reads "
@@ -75,10 +75,10 @@ def _add_motion(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
-def _add_cells(others: Subparsers) -> None:
+def _add_cells(subparsers: Subparsers) -> None:
     from skymemory.constellation.ground_track import parse_grid
 
-    cells = others.add_parser(
+    cells = subparsers.add_parser(
         "cells",
         help="a user among base stations on the ground: the cache follows, or stays",
         description="Drives through a grid of base stations in virtual time, reading a value throughout, once "
@@ -96,8 +96,8 @@ def _add_cells(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
-def _add_cake(others: Subparsers) -> None:
-    cake = others.add_parser(
+def _add_cake(subparsers: Subparsers) -> None:
+    cake = subparsers.add_parser(
         "cake",
         help="a prompt is computed, loaded, and both at once from its two ends (Cake)",
         description="Runs a small model over one prompt three times: computing it, loading its KV cache over a link of "
@@ -120,8 +120,8 @@ def _add_cake(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
-def _add_route(others: Subparsers) -> None:
-    route = others.add_parser(
+def _add_route(subparsers: Subparsers) -> None:
+    route = subparsers.add_parser(
         "route",
         help="four real engines behind the router: the same requests under each strategy",
         description="Starts four engines of the shipped small model, each with a prefix cache for a third of the "
@@ -156,8 +156,8 @@ def _add_route(others: Subparsers) -> None:
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
-def _add_conductor(others: Subparsers) -> None:
-    conductor = others.add_parser(
+def _add_conductor(subparsers: Subparsers) -> None:
+    conductor = subparsers.add_parser(
         "conductor",
         help="a simulated cluster: queues, hits, transfers and refusals under four schedulers",
         description="Simulates eight prefill and eight decode machines, once for each of four schedulers, with the "
@@ -205,8 +205,8 @@ def _strategies(text: str) -> tuple[str, ...]:
     return names
 
 
-def _add_vllm(others: Subparsers) -> None:
-    vllm = others.add_parser(
+def _add_vllm(subparsers: Subparsers) -> None:
+    vllm = subparsers.add_parser(
         "vllm",
         help="two vLLM servers, one after the other, that share a constellation",
         description="Starts the 19x5 constellation, the store daemon in front of it and a vLLM server with the "
@@ -232,8 +232,8 @@ def _add_vllm_environment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a model (default: one of random weights)")
 
 
-def _add_disagg(others: Subparsers) -> None:
-    disagg = others.add_parser(
+def _add_disagg(subparsers: Subparsers) -> None:
+    disagg = subparsers.add_parser(
         "disagg",
         help="one engine prefills, another decodes: who computed what, and a burst with early refusals",
         description="Starts the 19x5 constellation, the store daemon in front of it, an engine that prefills, one that "

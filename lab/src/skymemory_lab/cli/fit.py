@@ -369,8 +369,8 @@ def _lines(args: argparse.Namespace, measured: _Measured, fitted: _Fitted) -> li
     return lines
 
 
-def _row(held: bool, first: int, second: int, measured_s: float, fitted_s: float) -> str:
-    mark = "*" if held else " "
+def _row(is_held_out: bool, first: int, second: int, measured_s: float, fitted_s: float) -> str:
+    mark = "*" if is_held_out else " "
     off = fitted_s / measured_s - 1
     return f"{mark} {first:>8,}{second:>8,}{measured_s * 1e3:>9.2f} ms{fitted_s * 1e3:>9.2f} ms{off:>+9.1%}"
 
@@ -414,7 +414,7 @@ def _object(measured: _Measured, fitted: _Fitted, notes: dict[str, Any]) -> dict
     }
 
 
-def _progress(what: str, share: float) -> None:
+def _progress(name: str, share: float) -> None:
     if sys.stderr.isatty():
-        line = f"measuring {what}: {share:.0%}" if what else ""
+        line = f"measuring {name}: {share:.0%}" if name else ""
         print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)

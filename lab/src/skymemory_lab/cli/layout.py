@@ -70,9 +70,9 @@ def _make_layout_map(args: argparse.Namespace) -> LayoutMap:
     return layout_map(placement, (args.rotations, args.planes))
 
 
-def _as_json(shown: LayoutMap) -> dict[str, object]:
-    placement, box = shown.placement, shown.placement.box
-    satellites = placement.locate_all((0, 0), shown.now_moves)
+def _as_json(layout: LayoutMap) -> dict[str, object]:
+    placement, box = layout.placement, layout.placement.box
+    satellites = placement.locate_all((0, 0), layout.now_moves)
     return {
         "indices": "0-based",
         "strategy": placement.strategy,
@@ -80,8 +80,8 @@ def _as_json(shown: LayoutMap) -> dict[str, object]:
         "slots_per_plane": placement.torus.slots_per_plane,
         "servers": placement.servers,
         "box": {"width": box.width, "height": box.height, "west": box.west, "north": box.north},
-        "moves": {"slot": shown.now_moves[0], "plane": shown.now_moves[1]},
-        "overhead": {"plane": shown.centre.plane, "slot": shown.centre.slot},
+        "moves": {"slot": layout.now_moves[0], "plane": layout.now_moves[1]},
+        "overhead": {"plane": layout.centre.plane, "slot": layout.centre.slot},
         "map": [
             {"server": server, "plane": satellite.plane, "slot": satellite.slot}
             for server, satellite in enumerate(satellites)
@@ -92,6 +92,6 @@ def _as_json(shown: LayoutMap) -> dict[str, object]:
                 "from": {"plane": source.plane, "slot": source.slot},
                 "to": {"plane": target.plane, "slot": target.slot},
             }
-            for server, source, target in shown.handovers
+            for server, source, target in layout.handovers
         ],
     }

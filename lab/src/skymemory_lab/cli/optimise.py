@@ -96,17 +96,17 @@ def _progress(line: str) -> None:
         print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)
 
 
-def _as_json(found: Optimum, preset: str) -> dict[str, object]:
+def _as_json(optimum: Optimum, preset: str) -> dict[str, object]:
     return {
         "preset": preset,
-        "chosen": found.chosen.row(),
-        "second": None if found.second is None else found.second.row(),
-        "seconds_when_chosen": found.chosen_s,
-        "best_when_judged": found.judged_best.row(),
-        "settings": found.settings,
-        "overloaded": found.overloaded,
-        "in_sight_share": found.seen_share,
-        "curves": {name: [outcome.row() for outcome in curve] for name, curve in found.curves.items()},
+        "chosen": optimum.chosen.row(),
+        "second": None if optimum.second is None else optimum.second.row(),
+        "seconds_when_chosen": optimum.chosen_s,
+        "best_when_judged": optimum.judged_best.row(),
+        "settings": optimum.settings,
+        "overloaded": optimum.overloaded,
+        "in_sight_share": optimum.seen_share,
+        "curves": {name: [outcome.row() for outcome in curve] for name, curve in optimum.curves.items()},
     }
 
 
@@ -117,60 +117,64 @@ def _ms(seconds: float) -> str:
 _HEADER = ("get ms", "bound", "set ms", "bound", "mix ms", "× bound", "worst ms", "used")
 
 
-def _cells(one: ChoiceOutcome) -> tuple[str, ...]:
-    if not one.carries:
-        return ("-",) * 7 + (f"{one.utilisation:.0%}",)
+def _cells(outcome: ChoiceOutcome) -> tuple[str, ...]:
+    if not outcome.carries:
+        return ("-",) * 7 + (f"{outcome.utilisation:.0%}",)
     return (
-        _ms(one.get_s),
-        _ms(one.get_bound_s),
-        _ms(one.set_s),
-        _ms(one.set_bound_s),
-        _ms(one.seconds),
-        f"{one.of_bound:.2f}",
-        _ms(one.worst_s),
-        f"{one.utilisation:.0%}",
+        _ms(outcome.get_s),
+        _ms(outcome.get_bound_s),
+        _ms(outcome.set_s),
+        _ms(outcome.set_bound_s),
+        _ms(outcome.seconds),
+        f"{outcome.of_bound:.2f}",
+        _ms(outcome.worst_s),
+        f"{outcome.utilisation:.0%}",
     )
 
 
-def _print(found: Optimum, value_bytes: int, preset: str) -> None:
+def _print(optimum: Optimum, value_bytes: int, preset: str) -> None:
     rows: list[tuple[str, ...]] = []
-    for name, curve in found.curves.items():
+    for name, curve in optimum.curves.items():
         rows.append((_SHOWN[name], *(_HEADER if not rows else ("",) * len(_HEADER))))
         for outcome in curve:
-            mark = "→ " if outcome.choice == found.chosen.choice else "  "
+            mark = "→ " if outcome.choice == optimum.chosen.choice else "  "
             other = f" ({outcome.choice.strategy})" if name == "access" else ""
             rows.append((f"{mark}{getattr(outcome.choice, name)}{other}", *_cells(outcome)))
-    best = found.chosen
-    write(f"{preset}, values of {format_size(value_bytes)}: {found.settings} settings, {found.overloaded} overloaded")
+    best = optimum.chosen
+    write(
+        f"{preset}, values of {format_size(value_bytes)}: {optimum.settings} settings, {optimum.overloaded} overloaded"
+    )
     write(
         f"chosen  {_setting(best)}: {_ms(best.seconds)} ms, {best.of_bound:.2f} × the bound of {_ms(best.bound_s)} ms"
     )
-    if found.second is not None:
-        more = found.second.seconds / best.seconds - 1
-        write(f"second  {_setting(found.second)}: {_ms(found.second.seconds)} ms, {more:+.1%}")
-    lost = best.seconds / found.judged_best.seconds - 1
-    write(f"chosen at {_ms(found.chosen_s)} ms in the orbit's first half; the best of the second would save {lost:.1%}")
-    if found.seen_share < 1:
-        write(f"a satellite is in sight {found.seen_share:.0%} of the time; only that is counted")
+    if optimum.second is not None:
+        more = optimum.second.seconds / best.seconds - 1
+        write(f"second  {_setting(optimum.second)}: {_ms(optimum.second.seconds)} ms, {more:+.1%}")
+    lost = best.seconds / optimum.judged_best.seconds - 1
+    write(
+        f"chosen at {_ms(optimum.chosen_s)} ms in the orbit's first half; the best of the second would save {lost:.1%}"
+    )
+    if optimum.seen_share < 1:
+        write(f"a satellite is in sight {optimum.seen_share:.0%} of the time; only that is counted")
     print()
     Table(rows[0], rows[1:]).print()
 
 
-def _setting(one: ChoiceOutcome) -> str:
-    choice = one.choice
+def _setting(outcome: ChoiceOutcome) -> str:
+    choice = outcome.choice
     return (
         f"{choice.access}, {choice.strategy}, {choice.servers} servers, chunks of {choice.chunk_bytes}, "
         f"window {format_size(choice.window_bytes)}"
     )
 
 
-def _draw(found: Optimum, path: Path) -> None:
+def _draw(optimum: Optimum, path: Path) -> None:
     from skymemory_lab.view.drawing import ORANGES, SERIES, new_figure, save
 
     figure = new_figure(12.0, 6.4)
-    figure.suptitle(f"chosen: {_setting(found.chosen)}", fontsize=11)
+    figure.suptitle(f"chosen: {_setting(optimum.chosen)}", fontsize=11)
     axes = figure.subplots(2, 3).ravel()
-    for ax, (name, curve) in zip(axes, found.curves.items(), strict=False):
+    for ax, (name, curve) in zip(axes, optimum.curves.items(), strict=False):
         feasible = [outcome for outcome in curve if outcome.carries]
         places = list(range(len(feasible)))
         for part, colour, marker in (("get", SERIES["hop"][0], "o"), ("set", SERIES["rotation"][0], "s")):
@@ -180,7 +184,7 @@ def _draw(found: Optimum, path: Path) -> None:
                 ax.plot(
                     places, values, line, color=colour, marker=marker, markersize=4 if line == "-" else 0, label=label
                 )
-        chosen = [at for at, outcome in enumerate(feasible) if outcome.choice == found.chosen.choice]
+        chosen = [at for at, outcome in enumerate(feasible) if outcome.choice == optimum.chosen.choice]
         for at in chosen:
             ax.axvspan(at - 0.3, at + 0.3, color=ORANGES[-1], zorder=0)
         ax.set_xticks(places, [_tick(name, getattr(outcome.choice, name)) for outcome in feasible], fontsize=8)

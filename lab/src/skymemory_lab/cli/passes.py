@@ -162,27 +162,27 @@ def _utc(unix_s: float, sep: str = "T") -> str:
     return moment.isoformat(sep, "milliseconds").replace("+00:00", "Z")
 
 
-def _as_json(one: Pass, sky: Sky) -> dict[str, Any]:
+def _as_json(satellite_pass: Pass, sky: Sky) -> dict[str, Any]:
     return {
-        "satellite": sky.name(one.satellite),
-        "rise": None if one.rise_unix_s is None else _utc(one.rise_unix_s),
-        "culmination": _utc(one.culmination_unix_s),
-        "set": None if one.set_unix_s is None else _utc(one.set_unix_s),
-        "elevation_deg": round(one.elevation_deg, 4),
-        "azimuth_deg": round(one.azimuth_deg, 4),
+        "satellite": sky.name(satellite_pass.satellite),
+        "rise": None if satellite_pass.rise_unix_s is None else _utc(satellite_pass.rise_unix_s),
+        "culmination": _utc(satellite_pass.culmination_unix_s),
+        "set": None if satellite_pass.set_unix_s is None else _utc(satellite_pass.set_unix_s),
+        "elevation_deg": round(satellite_pass.elevation_deg, 4),
+        "azimuth_deg": round(satellite_pass.azimuth_deg, 4),
     }
 
 
-def _print_passes(found: Passes, sky: Sky) -> None:
-    sight = found.in_sight
+def _print_passes(passes: Passes, sky: Sky) -> None:
+    sight = passes.in_sight
     write_line(f"in sight      at least {sight.fewest}, on average {sight.mean:.1f}, at most {sight.most}", hanging=14)
     if sight.longest_gap_s:
         longest = _span(sight.longest_gap_s)
         write_line(f"none in sight {1 - sight.covered:.1%} of the time, for {longest} at the longest", hanging=14)
     if sight.highest_for_s is not None:
         write_line(f"the highest   changes every {_span(sight.highest_for_s)} on average", hanging=14)
-    more = f", the first {_SHOWN}" if len(found.passes) > _SHOWN else ""
-    write_line(f"passes        {len(found.passes)}{more}:")
+    more = f", the first {_SHOWN}" if len(passes.passes) > _SHOWN else ""
+    write_line(f"passes        {len(passes.passes)}{more}:")
     rows = [
         [
             _clock(satellite_pass.rise_unix_s, "before"),
@@ -192,13 +192,13 @@ def _print_passes(found: Passes, sky: Sky) -> None:
             f"{satellite_pass.azimuth_deg:.0f}°",
             sky.name(satellite_pass.satellite),
         ]
-        for satellite_pass in found.passes[:_SHOWN]
+        for satellite_pass in passes.passes[:_SHOWN]
     ]
     Table(("rises", "culminates", "sets", "elevation", "azimuth", "satellite"), rows, left=(0, 1, 2, 5)).print()
 
 
-def _clock(unix_s: float | None, none: str) -> str:
-    return none if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%m-%d %H:%M:%S")
+def _clock(unix_s: float | None, otherwise: str) -> str:
+    return otherwise if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%m-%d %H:%M:%S")
 
 
 def _span(seconds: float) -> str:
@@ -238,13 +238,14 @@ def _kind(shell: ClusteredShell) -> str:
     return "delta" if shell.even else "uneven nodes"
 
 
-def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFile) -> None:
-    placed_count = sum(shell.satellites for shell in found.shells)
+def _print_shells(clustering: Clustering, drifts: list[list[Drift]], file: ElementFile) -> None:
+    placed_count = sum(shell.satellites for shell in clustering.shells)
     write_line(
-        f"{len(file.elements)} satellites: {placed_count} in {len(found.shells)} shells, {len(found.left_out)} left out"
+        f"{len(file.elements)} satellites: {placed_count} in {len(clustering.shells)} shells, "
+        f"{len(clustering.left_out)} left out"
     )
-    if found.shells:
-        write_line(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
+    if clustering.shells:
+        write_line(f"epoch {_utc(clustering.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
         rows = [
             [
                 f"{number}",
@@ -255,16 +256,16 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
                 _kind(shell),
                 *(f"{drifted.median_slots:.3f} {drifted.p99_slots:.3f}" for drifted in (day, week)),
             ]
-            for number, (shell, (day, week)) in enumerate(zip(found.shells, drifts, strict=True), 1)
+            for number, (shell, (day, week)) in enumerate(zip(clustering.shells, drifts, strict=True), 1)
         ]
         head = ("shell", "inclination", "altitude", "planes", "slots", "filled", "gaps", "empty planes", "nodes")
         Table((*head, "after 1 day", "7 days"), rows, left=(8,)).print()
-    for reason, count in Counter(satellite.why for satellite in found.left_out).most_common():
+    for reason, count in Counter(satellite.why for satellite in clustering.left_out).most_common():
         write_line(f"left out      {count} {_MEANING[reason]}", hanging=14)
     _print_missing({}, file.skipped)
 
 
-def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: ElementFile) -> dict[str, Any]:
+def _clustering_as_json(clustering: Clustering, drifts: list[list[Drift]], file: ElementFile) -> dict[str, Any]:
     return {
         "satellites": len(file.elements),
         "shells": [
@@ -288,7 +289,7 @@ def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: Elem
                     [None if satellite is None else satellite.number for satellite in plane] for plane in shell.placed
                 ],
             }
-            for number, (shell, drifted) in enumerate(zip(found.shells, drifts, strict=True), 1)
+            for number, (shell, drifted) in enumerate(zip(clustering.shells, drifts, strict=True), 1)
         ],
         "left_out": [
             {
@@ -297,7 +298,7 @@ def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: Elem
                 "why": satellite.why,
                 "reason": satellite.reason,
             }
-            for satellite in found.left_out
+            for satellite in clustering.left_out
         ],
         "skipped": list(file.skipped),
     }

@@ -239,7 +239,12 @@ async def _interruptible(
 
 
 async def _run(
-    one: _RunningReplay, requests: Sequence[TraceRequest], url: str, key: str | None, stream: TextIO, out: TextIO | None
+    replay: _RunningReplay,
+    requests: Sequence[TraceRequest],
+    url: str,
+    key: str | None,
+    stream: TextIO,
+    out: TextIO | None,
 ) -> None:
     import asyncio
 
@@ -248,48 +253,48 @@ async def _run(
     from skymemory_lab.replay.client import Client, Target
     from skymemory_lab.replay.play import OpenLoopPlayer
 
-    args = one.args
+    args = replay.args
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
         client = Client(session, Target(url, args.model or "", args.api == "chat", args.patience))
-        prompts = await _prepared(one, client, requests, stream)
+        prompts = await _prepared(replay, client, requests, stream)
         metrics = args.metrics
-        one.before = await _counts(session, metrics)
+        replay.before = await _counts(session, metrics)
 
         def record(outcome: ReplayOutcome) -> None:
-            one.outcomes.append(outcome)
+            replay.outcomes.append(outcome)
             if out is not None:
                 out.write(json.dumps(outcome.as_json()) + "\n")
 
-        planned, target = one.plan.requests, client.target
+        planned, target = replay.plan.requests, client.target
         player = OpenLoopPlayer(
             planned,
             lambda request: target.body(prompts(request), request.output_tokens),
             lambda request, body, clock, held_up_s: client.send(request, body, clock, record, held_up_s),
             args.concurrency,
         )
-        one.player = player
-        progress = asyncio.create_task(ReplayProgress(stream, player, one.outcomes, planned).follow())
+        replay.player = player
+        progress = asyncio.create_task(ReplayProgress(stream, player, replay.outcomes, planned).follow())
         try:
             await player.play()
         finally:
             progress.cancel()
             with suppress(asyncio.CancelledError):
                 await progress
-        one.after = await _counts(session, metrics)
+        replay.after = await _counts(session, metrics)
 
 
 async def _prepared(
-    one: _RunningReplay, client: Client, requests: Sequence[TraceRequest], stream: TextIO
+    replay: _RunningReplay, client: Client, requests: Sequence[TraceRequest], stream: TextIO
 ) -> MakePrompt:
     from skymemory_lab.replay.play import calibrate, negotiate_features
     from skymemory_lab.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
     from skymemory_lab.sim.trace import BLOCK_TOKENS
     from skymemory_lab.sim.workload import WORDS
 
-    args = one.args
+    args = replay.args
     context_tokens = await _known(client, args)
-    one.model, context = client.target.model, args.context or context_tokens
+    replay.model, context = client.target.model, args.context or context_tokens
     block = BLOCK_TOKENS * args.scale_lengths
     started_s = time.perf_counter()
 
@@ -307,11 +312,11 @@ async def _prepared(
         notes = (await negotiate_features(client, WORDS[args.seed % len(WORDS)], clock))[1]
         room = None
     else:
-        one.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
-        prompts = word_prompts(WORDS, block, one.measure, args.seed)
+        replay.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
+        prompts = word_prompts(WORDS, block, replay.measure, args.seed)
         # Words become tokens at a measured average rate: single prompts differ by a few percent.
         room = None if context is None else int(context * (1 - _MARGIN))
-    one.plan = plan_requests(
+    replay.plan = plan_requests(
         requests,
         scale=args.scale_lengths,
         most_output=args.max_tokens,
@@ -319,22 +324,23 @@ async def _prepared(
         span_s=args.seconds,
         most=args.requests,
     )
-    planned = one.plan.requests
+    planned = replay.plan.requests
     unit = "characters" if args.prompt_unit == "characters" else "tokens"
     prompt, output = (
-        total / len(planned) for total in (one.plan.prompt_tokens, sum(request.output_tokens for request in planned))
+        total / len(planned) for total in (replay.plan.prompt_tokens, sum(request.output_tokens for request in planned))
     )
     words = (
         f"{len(planned):,} requests due within {planned[-1].due_s:.1f} s, prompts of {prompt:,.0f} {unit} and "
-        f"answers of {output:,.0f} tokens on average, to {one.model}"
+        f"answers of {output:,.0f} tokens on average, to {replay.model}"
     )
-    if one.measure is not None:
+    if replay.measure is not None:
         words += (
-            f"; {one.measure.tokens_per_word:.3f} tokens a word, {one.measure.added_tokens:.0f} added to each prompt"
+            f"; {replay.measure.tokens_per_word:.3f} tokens a word, "
+            f"{replay.measure.added_tokens:.0f} added to each prompt"
         )
     print(words, file=stream)
-    if one.plan.too_long:
-        write_line(f"left out: {one.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", stream)
+    if replay.plan.too_long:
+        write_line(f"left out: {replay.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", stream)
     for remark in notes:
         write_line(f"note: {remark}", stream)
     stream.flush()
@@ -376,10 +382,10 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
     return total
 
 
-def _engine_lines(one: _RunningReplay, report: ReplayReport) -> list[str]:
-    if one.before is None or one.after is None:
+def _engine_lines(replay: _RunningReplay, report: ReplayReport) -> list[str]:
+    if replay.before is None or replay.after is None:
         return []
-    counts, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
+    counts, lines = replay.after.since(replay.before), ["  by the engines' own /metrics, beside what the answers said:"]
     answered = (report.completed, report.prompt_tokens, report.cached_tokens, report.output_tokens)
     names = ("requests", "prompt tokens", "of them cached", "tokens answered")
     for name, theirs, ours in zip(names, counts.all(), answered, strict=True):
@@ -387,14 +393,14 @@ def _engine_lines(one: _RunningReplay, report: ReplayReport) -> list[str]:
     return lines
 
 
-def _object(one: _RunningReplay, report: ReplayReport, url: str, interrupted: bool) -> dict[str, Any]:
+def _object(replay: _RunningReplay, report: ReplayReport, url: str, interrupted: bool) -> dict[str, Any]:
     from skymemory_lab.replay.report import as_json
 
-    args = one.args
-    counts = None if one.before is None or one.after is None else one.after.since(one.before)
+    args = replay.args
+    counts = None if replay.before is None or replay.after is None else replay.after.since(replay.before)
     return {
         "url": url,
-        "model": one.model,
+        "model": replay.model,
         "source": str(args.trace) if args.trace is not None else args.workload,
         "seed": args.seed,
         "rate": args.rate,
@@ -402,8 +408,8 @@ def _object(one: _RunningReplay, report: ReplayReport, url: str, interrupted: bo
         "prompt_unit": args.prompt_unit,
         "api": args.api,
         "ended_early": interrupted,
-        "left_out": one.plan.too_long,
-        "tokens_per_word": None if one.measure is None else round(one.measure.tokens_per_word, 4),
+        "left_out": replay.plan.too_long,
+        "tokens_per_word": None if replay.measure is None else round(replay.measure.tokens_per_word, 4),
         **as_json(report),
         "engines": None if counts is None else asdict(counts),
     }

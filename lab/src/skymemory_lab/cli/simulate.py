@@ -136,5 +136,5 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _table(rows: list[list[str]], left: int) -> None:
-    Table(rows[0], rows[1:], left=range(left), keys=left).print()
+def _table(rows: list[list[str]], left_columns: int) -> None:
+    Table(rows[0], rows[1:], left=range(left_columns), keys=left_columns).print()

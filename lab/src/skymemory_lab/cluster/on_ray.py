@@ -187,7 +187,7 @@ def _connect(address: str) -> str:
     )
 
 
-def _served_store(what: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
+def _served_store(store: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
     """Plan a store daemon that other nodes reach, with its own certificate and password."""
     certificate = self_signed((host,))
     password = secrets.token_urlsafe(24)
@@ -198,7 +198,7 @@ def _served_store(what: str, directory: Path, host: str) -> tuple[Service, Share
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     socket = f"unix://{directory / SOCKET}"
     words = ours(
-        *("store", "serve", what, "--listen", socket, "--listen", f"tcp://{address}"),
+        *("store", "serve", store, "--listen", socket, "--listen", f"tcp://{address}"),
         *("--tls-cert", str(directory / STORE_CERTIFICATE), "--tls-key", str(directory / STORE_KEY)),
         *("--password-file", str(directory / STORE_PASSWORD)),
     )
@@ -237,7 +237,7 @@ class _OnRay:
         store: SharedStore,
         addresses: _Addresses,
         directory: Path,
-        changed: Callable[[], None],
+        on_changed: Callable[[], None],
         stopping: threading.Event,
     ) -> None:
         self.service = service
@@ -245,7 +245,7 @@ class _OnRay:
         self.state = ServiceState(service.name, service.kind, group.role, group.engine, group.model, "")
         self._group, self._store, self._addresses = group, store, addresses
         self._log = log_path(directory, service.name)
-        self._changed, self._stopping = changed, stopping
+        self._changed, self._stopping = on_changed, stopping
         self._keeper = ""
         self._earlier = 0
         self._log_bytes = 0

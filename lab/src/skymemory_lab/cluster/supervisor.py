@@ -187,8 +187,8 @@ class Supervisor:
                 thread.join()
             self._changed()
 
-    def _await_healthy(self, some: Sequence[Supervised]) -> bool:
-        while not all(supervised.state.state == "healthy" for supervised in some):
+    def _await_healthy(self, services: Sequence[Supervised]) -> bool:
+        while not all(supervised.state.state == "healthy" for supervised in services):
             failed = next((supervised for supervised in self._supervised if supervised.state.state == "ended"), None)
             if failed is not None:
                 name = failed.service.name
@@ -210,7 +210,7 @@ class Supervisor:
 
 class Supervised:
     def __init__(
-        self, service: Service, directory: Path, changed: Callable[[], None], stopping: threading.Event
+        self, service: Service, directory: Path, on_changed: Callable[[], None], stopping: threading.Event
     ) -> None:
         self.service = service
         self.restarts = False
@@ -218,7 +218,7 @@ class Supervised:
             service.name, service.kind, service.role, service.engine, service.model, service.address
         )
         self._directory = directory
-        self._changed = changed
+        self._changed = on_changed
         self._stopping = stopping
         self._guard: subprocess.Popen[bytes] | None = None
 

@@ -344,8 +344,8 @@ class Bars:
         columns = [chunks[at * len(chunks) // width] for at in range(width)]
         return "".join(self._paint(part) for part in columns)
 
-    def _paint(self, one: str) -> str:
-        return f"{_COLOURS[one]}{one}{_PLAIN}" if self._colour else one
+    def _paint(self, mark: str) -> str:
+        return f"{_COLOURS[mark]}{mark}{_PLAIN}" if self._colour else mark
 
     def close(self) -> None:
         with self._lock:

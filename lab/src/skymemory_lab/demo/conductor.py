@@ -299,46 +299,46 @@ class Playback:
             self._happens(self._outcomes[number], step)
         return self.moment
 
-    def _happens(self, one: RequestOutcome, step: int) -> None:
+    def _happens(self, outcome: RequestOutcome, step: int) -> None:
         moment = self.moment
         if step == _ARRIVES:
             moment.arrived += 1
-            if one.prefill is not None:
-                moment.waiting[one.prefill] += 1
-        elif step == _BEGINS and one.prefill is not None:
-            moment.waiting[one.prefill] -= 1
-            moment.prefilling[one.prefill] += 1
-            moment.prompt_tokens += one.prompt_tokens
-            moment.held_tokens += one.held_tokens
-            moment.loaded_tokens += sum(one.loaded_tokens.values())
-        elif step == _FIRST_TOKEN and one.prefill is not None and one.ttft_s is not None:
-            moment.prefilling[one.prefill] -= 1
-            moment.ttft_s.append(one.ttft_s)
-            if one.decode is not None:
-                moment.decoding[one.decode] += 1
+            if outcome.prefill is not None:
+                moment.waiting[outcome.prefill] += 1
+        elif step == _BEGINS and outcome.prefill is not None:
+            moment.waiting[outcome.prefill] -= 1
+            moment.prefilling[outcome.prefill] += 1
+            moment.prompt_tokens += outcome.prompt_tokens
+            moment.held_tokens += outcome.held_tokens
+            moment.loaded_tokens += sum(outcome.loaded_tokens.values())
+        elif step == _FIRST_TOKEN and outcome.prefill is not None and outcome.ttft_s is not None:
+            moment.prefilling[outcome.prefill] -= 1
+            moment.ttft_s.append(outcome.ttft_s)
+            if outcome.decode is not None:
+                moment.decoding[outcome.decode] += 1
         elif step == _ENDS:
-            self._ends(one)
+            self._ends(outcome)
 
-    def _ends(self, one: RequestOutcome) -> None:
+    def _ends(self, outcome: RequestOutcome) -> None:
         moment = self.moment
-        if one.prefill is not None and one.ttft_s is None:
-            moment.prefilling[one.prefill] -= 1
-        elif one.ttft_s is not None and one.decode is not None:
-            moment.decoding[one.decode] -= 1
-        moment.completed += one.status == "completed"
-        moment.met += keeps(one, self._slo)
-        moment.refused += one.status == "refused"
-        moment.refused_after_prefill += one.status == "refused_after_prefill"
-        moment.failed += one.status == "failed"
+        if outcome.prefill is not None and outcome.ttft_s is None:
+            moment.prefilling[outcome.prefill] -= 1
+        elif outcome.ttft_s is not None and outcome.decode is not None:
+            moment.decoding[outcome.decode] -= 1
+        moment.completed += outcome.status == "completed"
+        moment.met += keeps(outcome, self._slo)
+        moment.refused += outcome.status == "refused"
+        moment.refused_after_prefill += outcome.status == "refused_after_prefill"
+        moment.failed += outcome.status == "failed"
 
 
 _ARRIVES, _BEGINS, _FIRST_TOKEN, _ENDS = range(4)
 
 
-def _steps(one: RequestOutcome) -> Iterator[tuple[float, int]]:
-    yield one.at_s, _ARRIVES
-    if one.prefill is not None:
-        yield one.at_s + one.queue_s, _BEGINS
-        if one.ttft_s is not None:
-            yield one.at_s + one.ttft_s, _FIRST_TOKEN
-    yield one.at_s if one.end_s is None else one.end_s, _ENDS
+def _steps(outcome: RequestOutcome) -> Iterator[tuple[float, int]]:
+    yield outcome.at_s, _ARRIVES
+    if outcome.prefill is not None:
+        yield outcome.at_s + outcome.queue_s, _BEGINS
+        if outcome.ttft_s is not None:
+            yield outcome.at_s + outcome.ttft_s, _FIRST_TOKEN
+    yield outcome.at_s if outcome.end_s is None else outcome.end_s, _ENDS

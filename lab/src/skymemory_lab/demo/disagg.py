@@ -111,20 +111,20 @@ def run_disagg(args: argparse.Namespace) -> int:
                 engine.wait()
         prefill, decode = (engine.url for engine in engines)
         ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover, "--split-from", "0")
-        plain = stack.enter_context(router(folder, "router", *ways))
+        plain_router = stack.enter_context(router(folder, "router", *ways))
         with progress.wait("the router starts"):
-            plain.wait()
+            plain_router.wait()
         with progress.wait("requests are answered, one after the other", args.requests * request_s * slow):
-            rows, same = _one_by_one(plain.url, prefill, decode, args.requests, progress)
+            rows, same = _one_by_one(plain_router.url, prefill, decode, args.requests, progress)
         promise_s = _TTFT_TIMES * max(row.ttft_s for row in rows)
-        strict = stack.enter_context(
+        strict_router = stack.enter_context(
             router(folder, "strict", *ways, "--admission", "early", "--ttft", f"{promise_s:.3f}s")
         )
         with progress.wait("a router that refuses early starts"):
-            strict.wait()
+            strict_router.wait()
         progress.say(f"a burst of {args.burst} requests, each with a promise of {promise_s:.2f} s to its first token")
         with progress.wait(f"a burst of {args.burst} requests", args.burst / 2 * request_s * slow):
-            burst = _burst(strict.url, prefill, args.burst, promise_s)
+            burst = _burst(strict_router.url, prefill, args.burst, promise_s)
         with progress.wait("all processes end"):
             stack.close()
     if args.json:
@@ -279,8 +279,8 @@ def _cells(number: int, row: DisaggRow) -> list[str]:
     return [*map(str, counts), f"{row.ttft_s * 1e3:.0f} ms", f"{row.tbt_s * 1e3:.0f} ms"]
 
 
-def _print(requests: int, same: bool, burst: dict[str, float]) -> None:
-    words = "the same words as one engine alone" if same else "OTHER WORDS than one engine alone"
+def _print(requests: int, same_words: bool, burst: dict[str, float]) -> None:
+    words = "the same words as one engine alone" if same_words else "OTHER WORDS than one engine alone"
     print()
     write(f"The first {min(_CHECKED, requests)} answers have {words}.")
     write(

@@ -124,8 +124,8 @@ def _process(
         process.communicate()
 
 
-def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], what: str, log: Path) -> None:
-    wait = StartWait(what, started.pid, lambda: log.read_text("utf-8", "replace"))
+def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], name: str, log: Path) -> None:
+    wait = StartWait(name, started.pid, lambda: log.read_text("utf-8", "replace"))
     while not ready():
         if (code := started.poll()) is not None:
             raise wait.on_exit(code)
@@ -156,7 +156,7 @@ class HttpServer(NamedTuple):
 @contextmanager
 def http_server(
     words: Callable[[int], Sequence[str]],
-    what: str,
+    name: str,
     log: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[HttpServer]:
@@ -173,7 +173,7 @@ def http_server(
             return False
 
     with _process(words(port), log, environment) as process:
-        yield HttpServer(url, lambda: _until(healthy, process, what, log))
+        yield HttpServer(url, lambda: _until(healthy, process, name, log))
 
 
 def vllm_server(
@@ -197,13 +197,13 @@ def vllm_server(
     )
 
 
-def python_of_vllm(given: Path, otherwise: str = "") -> Path:
-    """Return the absolute path of ``given``, a Python with vLLM and the openai client.
+def python_of_vllm(path: Path, otherwise: str = "") -> Path:
+    """Return the absolute path of ``path``, a Python with vLLM and the openai client.
 
     Raises:
         InvalidInput: it is no such Python; the message says how to make an environment, or ``otherwise``.
     """
-    python = given.absolute()
+    python = path.absolute()
     if not python.is_file():
         problem = "no such file"
     else:
@@ -212,7 +212,7 @@ def python_of_vllm(given: Path, otherwise: str = "") -> Path:
             return python
         problem = f"has no {done.stdout.strip()}" if done.returncode == 0 else "is no Python that runs"
     raise InvalidInput(
-        f"--python {given}: {problem}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
+        f"--python {path}: {problem}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
         f"or name the Python of any other{otherwise}"
     )
 

@@ -309,9 +309,9 @@ class StatusPoller(threading.Thread):
             answer["memory_used_bytes"] for answer in last_answers
         )
 
-    def _keep(self, found: Housekeeping) -> None:
+    def _keep(self, answer: Housekeeping) -> None:
         for name in _COUNTED:
-            self._earlier[name] += found[name]
+            self._earlier[name] += answer[name]
 
     def total(self, name: str) -> int:
         return self._earlier[name] + sum(answer[name] for answer in list(self._latest.values()))
@@ -321,10 +321,10 @@ class StatusPoller(threading.Thread):
         return frozenset(satellite for satellite, answer in list(self._latest.items()) if answer["chunks_held"])
 
 
-def wait_for_answers(watch: StatusPoller, satellites: int, patience_s: float) -> int:
+def wait_for_answers(poller: StatusPoller, satellites: int, patience_s: float) -> int:
     """Return the number of satellites that answer, once all do or after ``patience_s``."""
     deadline_s = time.monotonic() + patience_s
-    while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
+    while (answering := poller.ask()) < satellites and time.monotonic() < deadline_s:
         time.sleep(_EVERY_S / 4)
     return answering
 

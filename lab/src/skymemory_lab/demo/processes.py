@@ -22,7 +22,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 @asynccontextmanager
-async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
+async def service(name: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
     """Run ``skymemory WORDS``, and yield its first ``addresses`` printed addresses.
 
     Its own session shields it from Ctrl-C. It ends with this process, whose pipe is its standard input.
@@ -45,15 +45,15 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
             start_new_session=True,
         )
         try:
-            yield await _addresses(what, addresses, process, log)
+            yield await _addresses(name, addresses, process, log)
         finally:
             await _end(process)
 
 
-async def _addresses(what: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
+async def _addresses(name: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
     assert process.stdout is not None
     urls: list[str] = []
-    wait = StartWait(what, process.pid, lambda: _read(log))
+    wait = StartWait(name, process.pid, lambda: _read(log))
     reading = asyncio.ensure_future(process.stdout.readline())
     try:
         while len(urls) < addresses:

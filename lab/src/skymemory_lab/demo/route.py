@@ -367,9 +367,9 @@ def _best_hits(loads: Sequence[OfferedLoad]) -> float:
     return sum(load.best_hits * load.tokens for load in loads) / _tokens(loads)
 
 
-def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[OfferedLoad], sound: bool) -> dict[str, Any]:
+def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[OfferedLoad], is_correct: bool) -> dict[str, Any]:
     return {
-        "sound": sound,
+        "sound": is_correct,
         "engines": ENGINES,
         "workload": args.workload,
         "seed": args.seed,

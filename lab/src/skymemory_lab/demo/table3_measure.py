@@ -299,8 +299,11 @@ def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
     return asdict(rotation)
 
 
-def _common(plain: list[int], sky: list[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
+def _common(computed_tokens: list[int], sky_tokens: list[int]) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(computed_tokens, sky_tokens, strict=False)) if a != b),
+        min(len(computed_tokens), len(sky_tokens)),
+    )
 
 
 _COLUMNS = ("quantization", "TTFT without", "with", "", "total without", "with", "")

@@ -187,9 +187,9 @@ class PrefixCaches:
             del self._held[key]
             self._events.append(BlockRemoved([event_hash(key)], MEDIUM))
 
-    def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
+    def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], added: Sequence[int]) -> None:
         size = self.block_tokens
-        for first, last in _runs(came):
+        for first, last in _runs(added):
             extra: list[tuple[str, ...] | None] | None = None
             # As in vLLM, the salt enters only the first block's hash; later blocks inherit it through the chain.
             if salt and first == 0:

@@ -230,7 +230,7 @@ class TextStream:
         if len(after) <= len(before_text) or after.endswith(_REPLACEMENT):
             return ""
         self._window, self._read = self._read, len(self._ids)
-        return self._released(self._held + after[len(before_text) :], ended=False)
+        return self._released(self._held + after[len(before_text) :], is_final=False)
 
     def finish(self) -> str:
         """Return the text held back."""
@@ -238,18 +238,18 @@ class TextStream:
             return ""
         text = self._decode(len(self._ids))[len(self._decode(self._read)) :]
         self._read = len(self._ids)
-        return self._released(self._held + text, ended=True)
+        return self._released(self._held + text, is_final=True)
 
     def _decode(self, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[self._window : end], skip_special_tokens=self._skip_special))
 
-    def _released(self, text: str, ended: bool) -> str:
+    def _released(self, text: str, is_final: bool) -> str:
         matches = [(text.find(stop), stop) for stop in self._stops if stop in text] if self._may_stop else []
         if matches:
             at, stop = min(matches)
             self.stopped_by, self._held = stop, ""
             return text[: at + len(stop)] if self._keep_stop else text[:at]
-        overlap = 0 if ended else max((_overlap(text, stop) for stop in self._stops), default=0)
+        overlap = 0 if is_final else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - overlap :]
         return text[: len(text) - overlap]
 

@@ -329,8 +329,8 @@ def event(content: dict[str, object]) -> bytes:
 
 
 class _Events:
-    def __init__(self, made: StreamTranslation | None) -> None:
-        self._made = made
+    def __init__(self, translation: StreamTranslation | None) -> None:
+        self._made = translation
 
     def chunk(self, content: dict[str, object]) -> bytes:
         return event(content) if self._made is None else self._made.chunk(content)
@@ -427,9 +427,9 @@ class ResponseBuilder:
         }
 
 
-def _of_chat(each: TokenLogprob) -> dict[str, object]:
-    likeliest = [{"token": token, "logprob": logprob, "bytes": _bytes(token)} for token, logprob in each.likeliest]
-    return {"token": each.token, "logprob": each.logprob, "bytes": _bytes(each.token), "top_logprobs": likeliest}
+def _of_chat(entry: TokenLogprob) -> dict[str, object]:
+    likeliest = [{"token": token, "logprob": logprob, "bytes": _bytes(token)} for token, logprob in entry.likeliest]
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": _bytes(entry.token), "top_logprobs": likeliest}
 
 
 def _bytes(token: str) -> list[int]:

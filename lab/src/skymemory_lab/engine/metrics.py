@@ -115,8 +115,8 @@ class PublishedMetrics:
     def generated(self) -> None:
         self._generation.inc()
 
-    def on_request_end(self, how: str) -> None:
-        self._ended.labels(**self._labels, finished_reason=how).inc()
+    def on_request_end(self, reason: str) -> None:
+        self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -220,13 +220,13 @@ class RequestReader:
             remote_prefill=remote_prefill,
         )
 
-    def _transfer(self, given: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
-        if given is None:
+    def _transfer(self, transfer_params: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
+        if transfer_params is None:
             return False, None
         # vLLM's proxies send fields of other connectors as null: treat these as absent.
-        fields = given
-        if isinstance(given, dict):
-            fields = {name: value for name, value in given.items() if value is not None}
+        fields = transfer_params
+        if isinstance(transfer_params, dict):
+            fields = {name: value for name, value in transfer_params.items() if value is not None}
         try:
             params = msgspec.convert(fields, _TransferParams)
         except msgspec.ValidationError as error:
@@ -334,10 +334,14 @@ class RequestReader:
             raise ApiError(400, "the prompt is empty: at least one token is needed", "prompt")
         return np.asarray(ids, dtype=np.int64)
 
-    def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
+    def _room(self, prompt_tokens: int, requested_tokens: int | None, param: str) -> int:
         available = self.context_tokens - prompt_tokens
-        if available < (asked or 1):
-            more = f" and the {asked} asked for in the answer" if asked else ", with no room for an answer"
+        if available < (requested_tokens or 1):
+            more = (
+                f" and the {requested_tokens} asked for in the answer"
+                if requested_tokens
+                else ", with no room for an answer"
+            )
             # The first words are OpenAI's and vLLM's: litellm and other clients recognise the error by them.
             raise ApiError(
                 400,
@@ -346,7 +350,7 @@ class RequestReader:
                 param=param,
                 code="context_length_exceeded",
             )
-        return asked or available
+        return requested_tokens or available
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -260,11 +260,11 @@ def _check_can_share(caches: PrefixCaches, settings: EngineSettings) -> None:
         )
 
 
-def _context(ready: ReadyModel, asked: int | None) -> int:
-    limit = int(getattr(ready.model.config, "max_position_embeddings", 0) or asked or 4096)
-    if asked is not None and not 2 <= asked <= limit:
-        raise InvalidInput(f"--context {asked}: expected 2 to {limit}, the model's context length")
-    return asked or limit
+def _context(ready: ReadyModel, context_tokens: int | None) -> int:
+    limit = int(getattr(ready.model.config, "max_position_embeddings", 0) or context_tokens or 4096)
+    if context_tokens is not None and not 2 <= context_tokens <= limit:
+        raise InvalidInput(f"--context {context_tokens}: expected 2 to {limit}, the model's context length")
+    return context_tokens or limit
 
 
 def _warm(ready: ReadyModel, context_tokens: int) -> None:
@@ -311,8 +311,8 @@ def _forked(
     settings: EngineSettings,
     at: int,
     listeners: Sequence[socket.socket],
-    line: int,
-    held: int,
+    read_end: int,
+    write_end: int,
     say: Callable[[str], None],
 ) -> int:
     pid = os.fork()
@@ -322,10 +322,10 @@ def _forked(
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent forwards it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.close(held)
+        os.close(write_end)
         for listener in (*listeners[:at], *listeners[at + 1 :]):
             listener.close()
-        threading.Thread(target=_end_with, args=(line,), name="line", daemon=True).start()
+        threading.Thread(target=_end_with, args=(read_end,), name="line", daemon=True).start()
         # All engines load at the same time: the first shows progress for all.
         progress = Progress(sys.stderr if at == 0 else io.StringIO())
         run_engine(replace(settings, port=listeners[at].getsockname()[1]), say, listeners[at], progress)

@@ -242,73 +242,75 @@ class EngineThread:
         self._metrics.looked_up(len(job.generation.ids), prompt.cached_tokens)
         self._prefilling = _Running(job, sequence, started_s)
 
-    def _prefill_more(self, one: _Running) -> None:
+    def _prefill_more(self, running: _Running) -> None:
         started_s = time.thread_time()
-        step = one.sequence.prefill(PREFILL_TOKENS)
+        step = running.sequence.prefill(PREFILL_TOKENS)
         self._metrics.spent(prefill_s=time.thread_time() - started_s)
         if step is None:
-            if one.job.outgoing.eager:
-                self._keep(one)
+            if running.job.outgoing.eager:
+                self._keep(running)
             return
         self._prefilling = None
-        self._running.append(one)
+        self._running.append(running)
         # The first token is sent before the prompt's blocks are stored.
         now_s = time.perf_counter()
-        one.prefill_s = now_s - one.began_s
-        self._metrics.first_token(now_s - one.job.arrived_s)
-        self._emit(one, step)
+        running.prefill_s = now_s - running.began_s
+        self._metrics.first_token(now_s - running.job.arrived_s)
+        self._emit(running, step)
         if not step.last:
-            self._keep(one)
+            self._keep(running)
 
-    def _keep(self, one: _Running) -> None:
-        chains = self._caches.keep(one.sequence.prompt)
+    def _keep(self, running: _Running) -> None:
+        chains = self._caches.keep(running.sequence.prompt)
         if self._saver is not None and chains:
-            self._saver.offer(chains, one.job.outgoing)
+            self._saver.offer(chains, running.job.outgoing)
 
-    def _decode(self, one: _Running) -> None:
+    def _decode(self, running: _Running) -> None:
         started_s = time.thread_time()
-        step = one.sequence.decode()
+        step = running.sequence.decode()
         self._metrics.spent(decode_s=time.thread_time() - started_s)
-        self._emit(one, step)
+        self._emit(running, step)
 
-    def _emit(self, one: _Running, step: Step) -> None:
+    def _emit(self, running: _Running, step: Step) -> None:
         self._metrics.generated()
         if not step.last:
-            one.job.on_step(step)
+            running.job.on_step(step)
             return
-        self._running.remove(one)
-        self._keep(one)  # including the answer: the next turn of a chat begins with it
+        self._running.remove(running)
+        self._keep(running)  # including the answer: the next turn of a chat begins with it
         if self._saver is not None:
-            self._saver.end(one.job.outgoing)
-        self._count_prefill(one)
-        self._end(one.job, step, step.finish or "error")
+            self._saver.end(running.job.outgoing)
+        self._count_prefill(running)
+        self._end(running.job, step, step.finish or "error")
 
-    def _count_prefill(self, one: _Running) -> None:
-        if one.prefill_s is not None:
-            self._metrics.prefilled(len(one.job.generation.ids), one.sequence.prompt.cached_tokens, one.prefill_s)
+    def _count_prefill(self, running: _Running) -> None:
+        if running.prefill_s is not None:
+            self._metrics.prefilled(
+                len(running.job.generation.ids), running.sequence.prompt.cached_tokens, running.prefill_s
+            )
 
-    def _abandon(self, one: _Running) -> None:
-        self._forget(one)
+    def _abandon(self, running: _Running) -> None:
+        self._forget(running)
         self._metrics.on_request_end("abort")
-        self._count_prefill(one)
-        self._keep(one)  # already computed: a repeated request will hit it
+        self._count_prefill(running)
+        self._keep(running)  # already computed: a repeated request will hit it
 
-    def _guarded(self, one: _Running, act: Callable[[_Running], None]) -> None:
+    def _guarded(self, running: _Running, act: Callable[[_Running], None]) -> None:
         """Run ``act``; an exception ends only this request."""
         try:
-            act(one)
+            act(running)
         except Exception as error:
-            self._forget(one)
-            self._end(one.job, Step("", 0, 0, error=f"{type(error).__name__}: {error}"), "error")
+            self._forget(running)
+            self._end(running.job, Step("", 0, 0, error=f"{type(error).__name__}: {error}"), "error")
 
-    def _forget(self, one: _Running) -> None:
-        if self._prefilling is one:
+    def _forget(self, running: _Running) -> None:
+        if self._prefilling is running:
             self._prefilling = None
-        elif one in self._running:
-            self._running.remove(one)
+        elif running in self._running:
+            self._running.remove(running)
 
-    def _end(self, job: EngineJob, step: Step, how: str) -> None:
-        self._metrics.on_request_end(how)
+    def _end(self, job: EngineJob, step: Step, reason: str) -> None:
+        self._metrics.on_request_end(reason)
         job.on_step(step)
 
 

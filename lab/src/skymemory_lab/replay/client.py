@@ -143,7 +143,7 @@ class Client:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SkyMemoryError(f"{url} lists no models as OpenAI's endpoints do") from error
 
-    async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
+    async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, fields: dict[str, Any]) -> None:
         async with self._session.post(
             self.target.endpoint,
             data=body,
@@ -151,7 +151,7 @@ class Client:
             timeout=aiohttp.ClientTimeout(total=self.target.patience_s),
             allow_redirects=False,  # two requests would be measured as one
         ) as answer:
-            found["http_status"] = answer.status
+            fields["http_status"] = answer.status
             if answer.status in REFUSALS:
                 raise _Refused(answer.status, await _words(answer), _seconds(answer.headers.get("Retry-After")))
             if answer.status != 200:
@@ -163,7 +163,7 @@ class Client:
                 if reader.done:
                     break
             reader.close()
-            found["end_s"] = clock()  # before the remaining stream is read, which is not part of the answer
+            fields["end_s"] = clock()  # before the remaining stream is read, which is not part of the answer
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with asyncio.timeout(_AFTER_DONE_S):
                     await answer.content.read()

@@ -234,9 +234,9 @@ def character_prompts(words: Sequence[str], block_characters: float, seed: int) 
     size = round(block_characters)
 
     @lru_cache(_KEPT_BLOCKS)
-    def block(one: int) -> str:
+    def block(block_id: int) -> str:
         count = HEAD + size // 2  # more than enough: the shortest word and its space are two characters
-        return " ".join(words[piece] for piece in pieces.prompt((one,), count))[: size - 1] + " "
+        return " ".join(words[piece] for piece in pieces.prompt((block_id,), count))[: size - 1] + " "
 
     def prompt(request: PlannedRequest) -> str:
         text = "".join(block(block_id) for block_id in request.ids)

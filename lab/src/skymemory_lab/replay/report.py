@@ -198,7 +198,7 @@ class ReplayReport:
 
 def report_of(
     outcomes: Sequence[ReplayOutcome],
-    asked: int,
+    planned_count: int,
     slo: SloLimits,
     stalls_s: Sequence[float] = (),
     reusable: float = math.nan,
@@ -208,7 +208,7 @@ def report_of(
     """Build the report of a replay.
 
     Args:
-        asked: requests planned; ``outcomes`` are of the requests sent.
+        planned_count: requests planned; ``outcomes`` are of the requests sent.
         wanted_in_tokens: False if prompts were made by characters.
     """
     by = Counter(outcome.status for outcome in outcomes)
@@ -216,8 +216,8 @@ def report_of(
     with_usage = [outcome for outcome in completed if outcome.prompt_tokens is not None]
     hits = [outcome for outcome in with_usage if outcome.cached_tokens is not None]
     return ReplayReport(
-        asked=asked,
-        unsent=asked - len(outcomes),
+        asked=planned_count,
+        unsent=planned_count - len(outcomes),
         completed=by[ResponseStatus.COMPLETED],
         refused=by[ResponseStatus.REFUSED],
         failed=by[ResponseStatus.FAILED],
@@ -424,11 +424,17 @@ def _line(name: str, words: str) -> str:
     return f"  {name:<{_NAME}}{words}"
 
 
-def _spread(one: Spread) -> str:
-    if not one.count:
+def _spread(summary: Spread) -> str:
+    if not summary.count:
         return "none"
-    figures = (("mean", one.mean), ("p50", one.p50), ("p90", one.p90), ("p99", one.p99), ("most", one.most))
-    return "  ".join(f"{name} {_time(value)}" for name, value in figures) + f"  ({one.count:,})"
+    figures = (
+        ("mean", summary.mean),
+        ("p50", summary.p50),
+        ("p90", summary.p90),
+        ("p99", summary.p99),
+        ("most", summary.most),
+    )
+    return "  ".join(f"{name} {_time(value)}" for name, value in figures) + f"  ({summary.count:,})"
 
 
 def _time(seconds: float) -> str:
@@ -487,5 +493,5 @@ def counts_of(text: str) -> EngineCounts:
     return EngineCounts(**counts)
 
 
-def _both(one: float | None, other: float | None, sign: int) -> float | None:
-    return None if one is None or other is None else one + sign * other
+def _both(first: float | None, second: float | None, sign: int) -> float | None:
+    return None if first is None or second is None else first + sign * second

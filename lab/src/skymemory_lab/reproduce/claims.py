@@ -319,20 +319,29 @@ def _disclosure() -> Iterator[Claim]:
 
 _CAKE_MEASURED = "python benchmarks/cake.py"
 _MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
-    (5, "A100: saved of computing alone, most"): (lambda: _saved("compute_s", whole=True, part="most"), _CAKE_MEASURED),
-    (5, "A100: saved of I/O alone, least"): (lambda: _saved("load_s", whole=True, part="least"), _CAKE_MEASURED),
-    (5, "A100: saved of I/O alone, most"): (lambda: _saved("load_s", whole=True, part="most"), _CAKE_MEASURED),
-    (6, "saved of computing alone, least"): (lambda: _saved("compute_s", whole=False, part="least"), _CAKE_MEASURED),
-    (6, "saved of computing alone, most"): (lambda: _saved("compute_s", whole=False, part="most"), _CAKE_MEASURED),
-    (6, "saved of I/O alone, least"): (lambda: _saved("load_s", whole=False, part="least"), _CAKE_MEASURED),
-    (6, "saved of I/O alone, most"): (lambda: _saved("load_s", whole=False, part="most"), _CAKE_MEASURED),
-    (8, "average saved of computing alone"): (lambda: _saved("compute_s", whole=False, part="mean"), _CAKE_MEASURED),
-    (8, "average saved of I/O alone"): (lambda: _saved("load_s", whole=False, part="mean"), _CAKE_MEASURED),
+    (5, "A100: saved of computing alone, most"): (
+        lambda: _saved("compute_s", full_share=True, part="most"),
+        _CAKE_MEASURED,
+    ),
+    (5, "A100: saved of I/O alone, least"): (lambda: _saved("load_s", full_share=True, part="least"), _CAKE_MEASURED),
+    (5, "A100: saved of I/O alone, most"): (lambda: _saved("load_s", full_share=True, part="most"), _CAKE_MEASURED),
+    (6, "saved of computing alone, least"): (
+        lambda: _saved("compute_s", full_share=False, part="least"),
+        _CAKE_MEASURED,
+    ),
+    (6, "saved of computing alone, most"): (lambda: _saved("compute_s", full_share=False, part="most"), _CAKE_MEASURED),
+    (6, "saved of I/O alone, least"): (lambda: _saved("load_s", full_share=False, part="least"), _CAKE_MEASURED),
+    (6, "saved of I/O alone, most"): (lambda: _saved("load_s", full_share=False, part="most"), _CAKE_MEASURED),
+    (8, "average saved of computing alone"): (
+        lambda: _saved("compute_s", full_share=False, part="mean"),
+        _CAKE_MEASURED,
+    ),
+    (8, "average saved of I/O alone"): (lambda: _saved("load_s", full_share=False, part="mean"), _CAKE_MEASURED),
 }
 
 
-def _saved(than: str, *, whole: bool, part: str) -> str:
-    saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == whole]
+def _saved(than: str, *, full_share: bool, part: str) -> str:
+    saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == full_share]
     value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
     return f"{value:.1f} % (CPU, {len(saved)} other settings)"
 

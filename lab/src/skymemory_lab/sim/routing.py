@@ -65,8 +65,8 @@ class RoutingSetup:
 
 
 class CacheEvents(Protocol):
-    def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
-        """Report that ``gone`` were evicted, then ``chain`` stored, with its first ``had`` blocks cached before."""
+    def changed(self, server: Server, chain: Sequence[int], cached_blocks: int, evicted_blocks: Sequence[int]) -> None:
+        """Report that ``evicted_blocks`` went, then ``chain`` was stored, its first ``cached_blocks`` cached before."""
         ...
 
 
@@ -198,7 +198,9 @@ class _Simulation:
         )
         self._later(done_s, lambda at_s: self._first_token(engine, job, hit, evicted, at_s))
 
-    def _first_token(self, engine: _SimulatedEngine, job: _RoutedJob, hit: int, gone: list[int], now_s: float) -> None:
+    def _first_token(
+        self, engine: _SimulatedEngine, job: _RoutedJob, hit: int, evicted_blocks: list[int], now_s: float
+    ) -> None:
         if job.decision.request.streams:
             self._picker.succeeded(job.decision, now_s)
         engine.serving = None
@@ -207,7 +209,10 @@ class _Simulation:
             now_s + job.request.output_tokens * self._setup.decode_token_s, lambda at_s: self._end(engine, job, at_s)
         )
         if self._events is not None:
-            self._later(now_s + self._setup.event_delay_s, lambda _: self._publish(engine.server, job.chain, hit, gone))
+            self._later(
+                now_s + self._setup.event_delay_s,
+                lambda _: self._publish(engine.server, job.chain, hit, evicted_blocks),
+            )
         if engine.queue:
             self._serve(engine, now_s)
 
@@ -225,9 +230,9 @@ class _Simulation:
             before.seconds + self._setup.cost.prefill_s(outcome.tokens, outcome.hit_tokens),
         )
 
-    def _publish(self, server: Server, chain: tuple[int, ...], hit: int, gone: list[int]) -> None:
+    def _publish(self, server: Server, chain: tuple[int, ...], hit: int, evicted_blocks: list[int]) -> None:
         assert self._events is not None
-        self._events.changed(server, chain[: self._setup.cache_blocks], hit, gone)
+        self._events.changed(server, chain[: self._setup.cache_blocks], hit, evicted_blocks)
 
 
 def as_routed(request: TraceRequest) -> Request:
@@ -371,27 +376,27 @@ class EngineEvents:
         self.index = index
         self._batches: dict[int, int] = {}
 
-    def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
+    def changed(self, server: Server, chain: Sequence[int], cached_blocks: int, evicted_blocks: Sequence[int]) -> None:
         number = self._batches.get(server.slot, 0)
         self._batches[server.slot] = number + 1
         if not number:
             self.index.follow(server.slot, "")
         events: list[BlocksRemoved | BlocksStored] = []
-        if gone:
-            events.append(BlocksRemoved(gone))
-        if new := chain[had:]:
-            parent = chain[had - 1] if had else None
+        if evicted_blocks:
+            events.append(BlocksRemoved(evicted_blocks))
+        if new := chain[cached_blocks:]:
+            parent = chain[cached_blocks - 1] if cached_blocks else None
             events.append(BlocksStored(new, parent, cast("Sequence[int]", tokens_of(new)), BLOCK_TOKENS))
         self.index.apply(server.slot, EventBatch(number, events))
 
 
 def strategy_for(
-    name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
+    name: str, setup: RoutingSetup, error: float, *, cost_known: bool = False, **options: Any
 ) -> tuple[Scorer, CacheEvents | None]:
     """Return the strategy of that name, and its listener of cache changes.
 
-    ``error`` is the standard deviation of the estimates' relative errors. With ``given``, ``least-ttft`` knows the cost
-    model.
+    ``error`` is the standard deviation of the estimates' relative errors. With ``cost_known``, ``least-ttft`` knows the
+    cost model.
 
     Raises:
         InvalidInput: unknown strategy.
@@ -403,6 +408,6 @@ def strategy_for(
     if name == "least-ttft":
         settings = LeastTtftSettings(**options)
         table = ApproximatePrefixIndex(settings.blocks_per_server)
-        cost = setup.cost if given else None
+        cost = setup.cost if cost_known else None
         return ErringLeastTtft(table, settings, cost, error=error, seed=setup.seed), None
     return named(name, **options), None

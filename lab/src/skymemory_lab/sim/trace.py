@@ -130,10 +130,10 @@ def _parsed(line: str) -> TraceRequest:
     return TraceRequest(fields["timestamp"] / 1000, tokens, fields["output_length"], tuple(ids))
 
 
-def _session(ids: tuple[int, ...], owners: dict[int, int], fresh: int) -> int:
+def _session(ids: tuple[int, ...], owners: dict[int, int], new_session: int) -> int:
     # All requests share the first block (a system prompt), so a session needs a second known block.
     known = next((at for at, block_id in enumerate(ids) if block_id not in owners), len(ids))
-    session = owners[ids[known - 1]] if known > 1 else fresh
+    session = owners[ids[known - 1]] if known > 1 else new_session
     for block_id in ids[known:]:
         owners[block_id] = session
     return session

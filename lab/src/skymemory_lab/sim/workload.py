@@ -127,7 +127,7 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
 
 
 def _turns(
-    workload: Workload, dice: random.Random, begins_s: float, own: int, job: bool
+    workload: Workload, dice: random.Random, begins_s: float, own_tokens: int, job: bool
 ) -> Iterator[tuple[float, int, int]]:
     """Yield per turn: arrival (s), tokens after the stem, tokens of the answer."""
     at_s, turn = begins_s, 1
@@ -135,11 +135,11 @@ def _turns(
         curt = dice.random() < workload.curt_share
         output = dice.randint(1, 29) if curt else workload.answer.draw(dice)
         arrives_s = math.ceil(at_s / workload.batch_s) * workload.batch_s if workload.batch_s else at_s
-        yield arrives_s, own, output
+        yield arrives_s, own_tokens, output
         if job or dice.random() < (1 - workload.goes_on) * turn**-workload.goes_on_growth:
             return
         long = dice.random() < workload.long_message_share
-        own += output + (workload.long_message if long else workload.message).draw(dice)
+        own_tokens += output + (workload.long_message if long else workload.message).draw(dice)
         at_s, turn = at_s + workload.pause.draw(dice), turn + 1
 
 
@@ -220,8 +220,8 @@ class BlockNames:
             ids.append(self._number((own, begin)))  # partial: the next turn fills it and changes its id
         return tuple(ids)
 
-    def _number(self, what: tuple[object, ...]) -> int:
-        return self._numbers.setdefault(what, len(self._numbers))
+    def _number(self, parts: tuple[object, ...]) -> int:
+        return self._numbers.setdefault(parts, len(self._numbers))
 
 
 @dataclass(frozen=True, slots=True)

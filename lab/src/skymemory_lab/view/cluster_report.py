@@ -77,14 +77,14 @@ def _distribution(axes: Any, values: Sequence[float], name: str, colour: str) ->
     axes.plot(ordered, parts, color=colour, lw=1.4, label=name)
 
 
-def _stacked_hits(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
+def _stacked_hits(axes: Any, metrics: Mapping[str, ClusterMetrics]) -> None:
     sources = sorted(
-        {source for result in found.values() for source in result.hits.tokens_by_source}, key=_nearest_first
+        {source for result in metrics.values() for source in result.hits.tokens_by_source}, key=_nearest_first
     )
-    below = [0.0] * len(found)
+    below = [0.0] * len(metrics)
     for source, colour in zip(sources, ("#1f8a4c", "#2e6f95", "#f5a94e", "#7a5195"), strict=False):
-        parts = [100 * result.hits.tokens_by_source.get(source, 0.0) for result in found.values()]
-        axes.bar(list(found), parts, bottom=below, color=colour, label=source)
+        parts = [100 * result.hits.tokens_by_source.get(source, 0.0) for result in metrics.values()]
+        axes.bar(list(metrics), parts, bottom=below, color=colour, label=source)
         below = [low + part for low, part in zip(below, parts, strict=True)]
     axes.set_ylabel("tokens not computed, %, by where they were")
     axes.set_axisbelow(True)
@@ -92,12 +92,12 @@ def _stacked_hits(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
     axes.legend(fontsize=7)
 
 
-def _stacked_ends(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
-    below = [0] * len(found)
+def _stacked_ends(axes: Any, metrics: Mapping[str, ClusterMetrics]) -> None:
+    below = [0] * len(metrics)
     for key, label, colour in _ENDS:
-        counts = [_count(result, key) for result in found.values()]
+        counts = [_count(result, key) for result in metrics.values()]
         if any(counts):
-            axes.bar(list(found), counts, bottom=below, color=colour, label=label)
+            axes.bar(list(metrics), counts, bottom=below, color=colour, label=label)
             below = [low + count for low, count in zip(below, counts, strict=True)]
     axes.set_ylabel("requests")
     axes.set_ylim(0, 1.3 * max(below))
@@ -106,13 +106,13 @@ def _stacked_ends(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
     axes.legend(fontsize=7, loc="upper right", ncols=2)
 
 
-def _count(one: ClusterMetrics, key: str) -> int:
+def _count(result: ClusterMetrics, key: str) -> int:
     return {
-        "met": one.met,
-        "broken": one.completed - one.met,
-        "refused": one.refused,
-        "after": one.refused_after_prefill,
-        "failed": one.failed,
+        "met": result.met,
+        "broken": result.completed - result.met,
+        "refused": result.refused,
+        "after": result.refused_after_prefill,
+        "failed": result.failed,
     }[key]
 
 

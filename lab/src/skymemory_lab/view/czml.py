@@ -88,10 +88,10 @@ def timeline_of(scenario: Scenario) -> Timeline:
     )
 
 
-def _spells(times: Sequence[float], found: Sequence[tuple[SatelliteId, ...]], end_s: float) -> tuple[Spell, ...]:
-    starts = [at for at in range(len(found)) if at == 0 or found[at] != found[at - 1]]
+def _spells(times: Sequence[float], satellites: Sequence[tuple[SatelliteId, ...]], end_s: float) -> tuple[Spell, ...]:
+    starts = [at for at in range(len(satellites)) if at == 0 or satellites[at] != satellites[at - 1]]
     ends = [*(times[at] for at in starts[1:]), end_s]
-    return tuple(Spell(times[at], to_s, found[at]) for at, to_s in zip(starts, ends, strict=True))
+    return tuple(Spell(times[at], to_s, satellites[at]) for at, to_s in zip(starts, ends, strict=True))
 
 
 def moment(unix_s: float) -> str:
@@ -206,10 +206,10 @@ def _id(satellite: SatelliteId) -> str:
     return f"satellite {satellite.plane},{satellite.slot}"
 
 
-def _line(one: str, satellite: SatelliteId, intervals: list[str], rgba: list[int]) -> dict[str, Any]:
-    ends = [f"{one}#position", f"{_id(satellite)}#position"]
+def _line(source_id: str, satellite: SatelliteId, intervals: list[str], rgba: list[int]) -> dict[str, Any]:
+    ends = [f"{source_id}#position", f"{_id(satellite)}#position"]
     return {
-        "id": f"{one} to {_id(satellite)}",
+        "id": f"{source_id} to {_id(satellite)}",
         "availability": intervals if len(intervals) > 1 else intervals[0],
         "polyline": {
             "positions": {"references": ends},

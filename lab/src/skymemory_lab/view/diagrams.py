@@ -105,9 +105,9 @@ def _alpha(point: tuple[float, float, float]) -> float:
     return 0.18 + 0.82 * max(0.0, min(1.0, 0.5 + near))
 
 
-def _arc(here: SatelliteId, there: SatelliteId) -> list[tuple[float, float, float]]:
-    d_slot, d_plane = GRID.delta(here, there)
-    return [_on_ring(here.plane + d_plane * step / 8, here.slot + d_slot * step / 8) for step in range(9)]
+def _arc(source: SatelliteId, target: SatelliteId) -> list[tuple[float, float, float]]:
+    d_slot, d_plane = GRID.delta(source, target)
+    return [_on_ring(source.plane + d_plane * step / 8, source.slot + d_slot * step / 8) for step in range(9)]
 
 
 def _grid_numbers() -> Numbers:

@@ -213,26 +213,26 @@ def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]
     axes.axis("off")
 
 
-def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
+def draw_map(axes: Axes, layout: LayoutMap, number_size: float = 9.0) -> None:
     """Draw a layout: orange in the box, a green circle around the satellite overhead, arrows at servers handed over."""
     from matplotlib.patches import Circle, Rectangle
 
     # Lines, not a square per satellite: 225 squares took seconds and made large files.
-    wide, high = len(shown.columns), len(shown.rows)
+    wide, high = len(layout.columns), len(layout.rows)
     axes.hlines([row - 0.5 for row in range(high + 1)], -0.5, wide - 0.5, color=FAINT, linewidth=0.8, zorder=0)
     axes.vlines([column - 0.5 for column in range(wide + 1)], -0.5, high - 0.5, color=FAINT, linewidth=0.8, zorder=0)
     place = {
         SatelliteId(plane, slot): (column, row)
-        for row, plane in enumerate(shown.rows)
-        for column, slot in enumerate(shown.columns)
+        for row, plane in enumerate(layout.rows)
+        for column, slot in enumerate(layout.columns)
     }
-    torus, centre = shown.placement.torus, shown.centre
-    left_behind = {source: server for server, source, _ in shown.handovers}
+    torus, centre = layout.placement.torus, layout.centre
+    left_behind = {source: server for server, source, _ in layout.handovers}
     for satellite, (column, row) in place.items():
-        if shown.in_box(satellite):
+        if layout.in_box(satellite):
             tint = ORANGES[min(torus.hops(centre, satellite), len(ORANGES) - 1)]
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=tint, edgecolor=FAINT, linewidth=0.8))
-        server = shown.server(satellite)
+        server = layout.server(satellite)
         if server is not None:
             axes.text(column, row, str(server + 1), ha="center", va="center", fontsize=number_size, color=INK)
         elif satellite in left_behind:
@@ -240,10 +240,10 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
             axes.text(column, row, number, ha="center", va="center", fontsize=number_size, color=GONE)
         if satellite == centre:
             axes.add_patch(Circle((column, row), 0.42, fill=False, edgecolor=GREEN, linewidth=2.0))
-    for _, source, target in shown.handovers:
+    for _, source, target in layout.handovers:
         if source in place and target in place:
             _arrow(axes, place[source], place[target])
-    _map_axes(axes, shown)
+    _map_axes(axes, layout)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -264,15 +264,15 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
     )
 
 
-def _map_axes(axes: Axes, shown: LayoutMap) -> None:
-    axes.set_xlim(-0.53, len(shown.columns) - 0.47)
-    axes.set_ylim(len(shown.rows) - 0.47, -0.53)
+def _map_axes(axes: Axes, layout: LayoutMap) -> None:
+    axes.set_xlim(-0.53, len(layout.columns) - 0.47)
+    axes.set_ylim(len(layout.rows) - 0.47, -0.53)
     axes.set_aspect("equal")
     axes.grid(False)
     axes.tick_params(length=0, labelsize=7)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_xticks(range(len(shown.columns)), [str(slot + 1) for slot in shown.columns])
-    axes.set_yticks(range(len(shown.rows)), [str(plane + 1) for plane in shown.rows])
+    axes.set_xticks(range(len(layout.columns)), [str(slot + 1) for slot in layout.columns])
+    axes.set_yticks(range(len(layout.rows)), [str(plane + 1) for plane in layout.rows])
     axes.set_xlabel("satellite   (motion →)")
     axes.set_ylabel("orbital plane")

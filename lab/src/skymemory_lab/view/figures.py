@@ -138,13 +138,13 @@ def _map_numbers(number: int) -> Numbers:
     return Numbers(("server", "satellite", "plane", "from_satellite", "from_plane"), rows)
 
 
-def draw_layout(shown: LayoutMap) -> Figure:
-    width_in = max(3.4, min(16.0, 0.42 * len(shown.columns) + 0.8))
-    height_in = max(2.1, min(16.0, 0.42 * len(shown.rows) + 0.95))
+def draw_layout(layout: LayoutMap) -> Figure:
+    width_in = max(3.4, min(16.0, 0.42 * len(layout.columns) + 0.8))
+    height_in = max(2.1, min(16.0, 0.42 * len(layout.rows) + 0.95))
     figure = new_figure(width_in, height_in)
     axes = figure.add_subplot()
-    draw_map(axes, shown, number_size=9 if shown.placement.servers < 100 else 7)
-    axes.set_title(title(shown), fontsize=8.5, wrap=True)
+    draw_map(axes, layout, number_size=9 if layout.placement.servers < 100 else 7)
+    axes.set_title(title(layout), fontsize=8.5, wrap=True)
     return figure
 
 

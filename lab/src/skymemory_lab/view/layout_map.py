@@ -108,13 +108,13 @@ def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
     )
 
 
-def title(shown: LayoutMap) -> str:
-    placement, torus = shown.placement, shown.placement.torus
+def title(layout: LayoutMap) -> str:
+    placement, torus = layout.placement, layout.placement.torus
     text = f"{placement.strategy}: {_count(placement.servers, 'server')}"
     if placement.strategy != "hop":
         text += f" in a box of {placement.box.width} × {placement.box.height}"
     text += f", on {_count(torus.planes, 'plane')} of {_count(torus.slots_per_plane, 'satellite')}"
-    slot_moves, plane_moves = shown.now_moves
+    slot_moves, plane_moves = layout.now_moves
     if slot_moves:
         text += f", after {_count(slot_moves, 'rotation')}"
     if plane_moves:
@@ -122,33 +122,33 @@ def title(shown: LayoutMap) -> str:
     return text
 
 
-def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
+def render(layout: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
     """Return the map as text, at most ``columns`` wide."""
-    torus = shown.placement.torus
+    torus = layout.placement.torus
     # Wide enough for the largest number in parentheses, and a space if there is room.
-    width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
+    width = max(len(str(max(torus.slots_per_plane, layout.placement.servers))), 2) + 3
     label_width = len(f"orb {torus.planes} ")
-    if label_width + width * len(shown.columns) > columns:
+    if label_width + width * len(layout.columns) > columns:
         width, label_width = width - 1, max(len("sat "), len(f"{torus.planes} "))
     labelled = "orb " if label_width > len("sat ") else ""
-    slots = _slots_shown(shown, max(1, (columns - label_width) // width))
-    lines = [*wrapped(title(shown), columns, 2), ""]
+    slots = _slots_shown(layout, max(1, (columns - label_width) // width))
+    lines = [*wrapped(title(layout), columns, 2), ""]
     numbers = "".join(f"{slot + 1:^{width}}" for slot in slots)
     head = f"{'sat':>{label_width - 1}} {numbers}"
     motion = "motion →"
     fits = len(head) + 1 + len(motion) <= columns
     lines.append(f"{head} {motion}".rstrip() if fits else head.rstrip())
-    for plane in shown.rows:
-        cells = (_cell(shown, SatelliteId(plane, slot), width, colour) for slot in slots)
+    for plane in layout.rows:
+        cells = (_cell(layout, SatelliteId(plane, slot), width, colour) for slot in slots)
         label = f"{labelled}{plane + 1}"
         lines.append(f"{label:<{label_width}}{''.join(cells)}".rstrip())
-    legend = [f"(n) overhead: {shown.centre.label}", *_legend(shown)]
+    legend = [f"(n) overhead: {layout.centre.label}", *_legend(layout)]
     if not fits:
         legend.append(motion)
-    if len(slots) < len(shown.columns):
-        legend.append(f"{len(slots)} of {len(shown.columns)} satellites of each plane shown")
+    if len(slots) < len(layout.columns):
+        legend.append(f"{len(slots)} of {len(layout.columns)} satellites of each plane shown")
     lines += ["", *flowed(legend, columns)]
-    handovers = shown.handovers
+    handovers = layout.handovers
     if handovers:
         lines += ["", *wrapped(f"handed over since they were set: {_count(len(handovers), 'server')}", columns)]
         lines += [
@@ -160,27 +160,29 @@ def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str
     return "\n".join(lines)
 
 
-def _slots_shown(shown: LayoutMap, most: int) -> Sequence[int]:
-    if len(shown.columns) <= most:
-        return shown.columns
-    middle = shown.columns.index(shown.centre.slot) if shown.centre.slot in shown.columns else len(shown.columns) // 2
-    first = min(max(0, middle - most // 2), len(shown.columns) - most)
-    return shown.columns[first : first + most]
+def _slots_shown(layout: LayoutMap, most: int) -> Sequence[int]:
+    if len(layout.columns) <= most:
+        return layout.columns
+    middle = (
+        layout.columns.index(layout.centre.slot) if layout.centre.slot in layout.columns else len(layout.columns) // 2
+    )
+    first = min(max(0, middle - most // 2), len(layout.columns) - most)
+    return layout.columns[first : first + most]
 
 
-def _legend(shown: LayoutMap) -> list[str]:
-    empty = shown.placement.strategy != "hop" and len(shown.placement.box.cells) > shown.placement.servers
+def _legend(layout: LayoutMap) -> list[str]:
+    empty = layout.placement.strategy != "hop" and len(layout.placement.box.cells) > layout.placement.servers
     return ["□ in the box, no server"] * empty + ["· outside"]
 
 
-def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) -> str:
-    server = shown.server(satellite)
-    mark = str(server + 1) if server is not None else "□" if shown.in_box(satellite) else "·"
-    overhead = satellite == shown.centre
+def _cell(layout: LayoutMap, satellite: SatelliteId, width: int, colour: bool) -> str:
+    server = layout.server(satellite)
+    mark = str(server + 1) if server is not None else "□" if layout.in_box(satellite) else "·"
+    overhead = satellite == layout.centre
     text = f"{f'({mark})' if overhead else mark:^{width}}"
     if not colour:
         return text
-    tint = _GREEN if overhead else _ORANGE if shown.in_box(satellite) else _FAINT
+    tint = _GREEN if overhead else _ORANGE if layout.in_box(satellite) else _FAINT
     return f"{tint}{text}{_RESET}"
 
 

@@ -162,7 +162,7 @@ def _lifelines(run: Recording) -> list[Node]:
 
 
 def _sequence(
-    axes: Axes, run: Recording, sent: Sequence[SentDatagram], since_s: float, shown: LayoutMap, title: str
+    axes: Axes, run: Recording, sent: Sequence[SentDatagram], since_s: float, layout: LayoutMap, title: str
 ) -> None:
     """Draw lifelines side by side, time downwards."""
     nodes = _lifelines(run)
@@ -177,7 +177,7 @@ def _sequence(
     last_ms = max((datagram.arrived_s - since_s) * 1e3 for datagram in drawn)
     for node in nodes:
         axes.plot([at[node]] * 2, [0, last_ms * 1.04], color=FAINT, linewidth=0.8, zorder=0)
-        server = shown.server(node) if isinstance(node, SatelliteId) else None
+        server = layout.server(node) if isinstance(node, SatelliteId) else None
         words = label(node) if server is None else f"{label(node)}\n{server + 1}"
         axes.annotate(
             words,
@@ -214,7 +214,7 @@ def _sequence(
     axes.set_title(title, pad=24)
 
 
-def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
+def _chunks(axes: Axes, title: str, layout: LayoutMap) -> None:
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((0, 0), SERVERS, 0.9, facecolor=ORANGES[3], edgecolor=INK, linewidth=0.8))
@@ -223,7 +223,7 @@ def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
     for row, name in enumerate(names):
         axes.text(-0.3, 1.95 + row, name, ha="right", va="center", fontsize=7.5)
     for server in range(SERVERS):
-        satellite = shown.placement.locate(server, (0, 0), shown.now_moves)
+        satellite = layout.placement.locate(server, (0, 0), layout.now_moves)
         axes.add_patch(Rectangle((server, 1.5), 1, 0.9, facecolor=ORANGES[4], edgecolor=INK, linewidth=0.6))
         for row, text in enumerate((str(server + 1), str(server + 1), f"{satellite.slot + 1},{satellite.plane + 1}")):
             axes.text(server + 0.5, 1.95 + row, text, ha="center", va="center", fontsize=7.5)

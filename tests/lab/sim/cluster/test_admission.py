@@ -64,7 +64,7 @@ def test_a_flood_of_one_tenant_does_not_cost_another_its_answers() -> None:
     kept: dict[str, Counter[str]] = {}
     busy_s: dict[str, float] = {}
     for rule in ("baseline", "baseline+fair"):
-        run = run_cluster(requests, setup, "kvcache-centric", rule, asked=mixed)
+        run = run_cluster(requests, setup, "kvcache-centric", rule, scheduler_views=mixed)
         kept[rule] = Counter(
             said.tenant for said, one in zip(mixed, run.outcomes, strict=True) if keeps(one, setup.slo)
         )

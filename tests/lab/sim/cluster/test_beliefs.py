@@ -129,11 +129,11 @@ def test_priorities_come_with_what_is_asked() -> None:
     requests = [replace(LONE, at_s=0.01 * at) for at in range(3)]
     blocks = np.arange(3, dtype=np.uint64)
     urgent = [Request(Prompt(blocks, blocks, 512, 30_000), priority=at) for at in range(3)]
-    run = run_cluster(requests, ClusterSetup(prefill=1, decode=1), asked=urgent)
+    run = run_cluster(requests, ClusterSetup(prefill=1, decode=1), scheduler_views=urgent)
     first, second, third = (one.ttft_s or 0.0 for one in run.outcomes)
     assert first < third < second
     with pytest.raises(InvalidInput, match="jitter"):
-        run_cluster(requests, ClusterSetup(jitter_s=1.0), asked=urgent)
+        run_cluster(requests, ClusterSetup(jitter_s=1.0), scheduler_views=urgent)
 
 
 def test_an_unknown_name_is_reported_with_those_known() -> None:

@@ -107,23 +107,23 @@ class Experiment:
 
 # Columns with another name than the field of ``ClusterMetrics``.
 _COLUMNS: Mapping[str, Callable[[ClusterMetrics], float]] = {
-    "rejected": lambda one: one.refused + one.refused_after_prefill,
-    "mean_ttft_s": lambda one: one.ttft_s.mean,
-    "p50_ttft_s": lambda one: one.ttft_s.p50,
-    "p90_ttft_s": lambda one: one.ttft_s.p90,
-    "p99_ttft_s": lambda one: one.ttft_s.p99,
-    "p90_tbt_s": lambda one: one.tbt_request_s.p90,
-    "mean_tbt_ms": lambda one: one.tbt_request_s.mean * 1e3,
-    "p90_tbt_ms": lambda one: one.tbt_request_s.p90 * 1e3,
-    "p90_longest_tbt_s": lambda one: one.tbt_max_s.p90,
-    "token_hits": lambda one: one.hits.tokens,
+    "rejected": lambda metrics: metrics.refused + metrics.refused_after_prefill,
+    "mean_ttft_s": lambda metrics: metrics.ttft_s.mean,
+    "p50_ttft_s": lambda metrics: metrics.ttft_s.p50,
+    "p90_ttft_s": lambda metrics: metrics.ttft_s.p90,
+    "p99_ttft_s": lambda metrics: metrics.ttft_s.p99,
+    "p90_tbt_s": lambda metrics: metrics.tbt_request_s.p90,
+    "mean_tbt_ms": lambda metrics: metrics.tbt_request_s.mean * 1e3,
+    "p90_tbt_ms": lambda metrics: metrics.tbt_request_s.p90 * 1e3,
+    "p90_longest_tbt_s": lambda metrics: metrics.tbt_max_s.p90,
+    "token_hits": lambda metrics: metrics.hits.tokens,
 }
 
 
-def columns(one: ClusterMetrics | None, header: Sequence[str]) -> tuple[object, ...]:
-    if one is None:
+def columns(metrics: ClusterMetrics | None, header: Sequence[str]) -> tuple[object, ...]:
+    if metrics is None:
         return (None,) * len(header)
-    return tuple(_COLUMNS[name](one) if name in _COLUMNS else getattr(one, name) for name in header)
+    return tuple(_COLUMNS[name](metrics) if name in _COLUMNS else getattr(metrics, name) for name in header)
 
 
 def to_json_value(value: object) -> object:

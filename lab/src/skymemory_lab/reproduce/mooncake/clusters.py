@@ -72,9 +72,9 @@ def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, floa
     return ttft_s / len(requests), tbt_s / len(requests)
 
 
-def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[str, ClusterCell]:
+def systems(instances: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[str, ClusterCell]:
     """Return cells by name: separate instances, and as many coupled."""
-    prefill, decode = apart
+    prefill, decode = instances
     total = prefill + decode
     cells = {f"{prefill}P+{decode}D": (ClusterSetup(prefill=prefill, decode=decode), scheduler)}
     together = ClusterSetup(prefill=prefill, decode=decode).with_coupled()

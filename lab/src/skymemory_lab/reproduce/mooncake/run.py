@@ -115,10 +115,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     return Table([str(name) for name in header], [[_cell(value) for value in row] for row in rows], left=words)
 
 
-def _published(one: Value) -> str:
-    if one.published is None:
+def _published(value: Value) -> str:
+    if value.published is None:
         return "-"
-    return one.published if isinstance(one.published, str) else _number(one.published, one.digits)
+    return value.published if isinstance(value.published, str) else _number(value.published, value.digits)
 
 
 def _number(value: float, digits: int) -> str:

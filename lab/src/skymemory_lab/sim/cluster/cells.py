@@ -166,12 +166,12 @@ def _at(search: CapacityCell, rate: float) -> ClusterMetrics:
     return run_cell(at_rate(search.cell, rate)).metrics
 
 
-def _holds(found: ClusterMetrics, search: CapacityCell) -> bool:
+def _holds(metrics: ClusterMetrics, search: CapacityCell) -> bool:
     slo = search.cell.slo
     if search.rule == "attainment":
-        return found.attainment >= PART
-    tbt_s = found.tbt_max_s.p90 if search.rule == "p90 of the longest" else found.tbt_request_s.p90
-    return found.completed == found.requests and found.ttft_s.p90 <= slo.ttft_s and not tbt_s > slo.tbt_s
+        return metrics.attainment >= PART
+    tbt_s = metrics.tbt_max_s.p90 if search.rule == "p90 of the longest" else metrics.tbt_request_s.p90
+    return metrics.completed == metrics.requests and metrics.ttft_s.p90 <= slo.ttft_s and not tbt_s > slo.tbt_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +234,18 @@ def _amplitude(values: Series) -> float:
     return (percentile(values.tolist(), 95) - percentile(values.tolist(), 5)) / 2
 
 
-def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, float | None]:
+def _in_common(prefill: Series, decode: Series) -> tuple[float | None, float | None, float | None]:
     size = int(WINDOW_S / GRID_S)
-    if len(one) < size:
+    if len(prefill) < size:
         return None, None, None
     # Welch's method: averaging the spectra of half-overlapping windows keeps what is in phase in all of them.
     taper = np.hanning(size)
     cross = np.zeros(size // 2 + 1, dtype=complex)
     powers = np.zeros((2, size // 2 + 1))
-    for begin in range(0, len(one) - size + 1, size // 2):
-        spectra = [np.fft.rfft((part - part.mean()) * taper) for part in (one[begin:][:size], other[begin:][:size])]
+    for begin in range(0, len(prefill) - size + 1, size // 2):
+        spectra = [
+            np.fft.rfft((part - part.mean()) * taper) for part in (prefill[begin:][:size], decode[begin:][:size])
+        ]
         cross += spectra[0] * np.conj(spectra[1])
         powers += np.abs(spectra) ** 2
     frequencies = np.fft.rfftfreq(size, GRID_S)

@@ -32,13 +32,13 @@ class CoupledInstance:
         kv_tokens: int,
         most_batch: int,
         mixed_tokens: int,
-        prefilled: Callable[[Job, float], DecodeStream | None],
-        ended: Callable[[DecodeStream, float], None],
+        on_prefilled: Callable[[Job, float], DecodeStream | None],
+        on_ended: Callable[[DecodeStream, float], None],
     ) -> None:
         self.number = number
         self._clock, self._cost, self._pool, self._steps = clock, cost, pool, steps
         self._kv_tokens, self._most_batch, self._mixed_tokens = kv_tokens, most_batch, mixed_tokens
-        self._prefilled, self._ended = prefilled, ended
+        self._prefilled, self._ended = on_prefilled, on_ended
         self.batch = DecodeBatch(steps, gaps)
         self.waiting = PrefillQueue()
         self.busy_s = 0.0
@@ -205,13 +205,13 @@ class DecodeInstance:
         gaps: Gaps,
         kv_tokens: int,
         most_batch: int,
-        joined: StreamEvent,
-        ended: StreamEvent,
-        first: StreamEvent = lambda stream, now_s: None,
+        on_joined: StreamEvent,
+        on_ended: StreamEvent,
+        on_first: StreamEvent = lambda stream, now_s: None,
     ) -> None:
         self._clock, self._steps = clock, steps
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
-        self._joined, self._ended, self._first = joined, ended, first
+        self._joined, self._ended, self._first = on_joined, on_ended, on_first
         self._taking: DecodeStream | None = None
         self.batch = DecodeBatch(steps, gaps)
         self.waiting: PriorityQueue[DecodeStream] = PriorityQueue()

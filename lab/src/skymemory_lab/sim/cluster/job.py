@@ -106,9 +106,9 @@ class PriorityQueue(Generic[Waiting]):
     def first(self) -> Waiting:
         return self._heap[0][2]
 
-    def push(self, one: Waiting) -> None:
+    def push(self, request: Waiting) -> None:
         self._came += 1
-        heapq.heappush(self._heap, (-one.priority, self._came, one))
+        heapq.heappush(self._heap, (-request.priority, self._came, request))
 
     def pop(self) -> Waiting:
         return heapq.heappop(self._heap)[2]
@@ -125,10 +125,10 @@ class PrefillQueue(PriorityQueue[Job]):
         self.work_s = 0.0
         self._newest: Job | None = None
 
-    def push(self, one: Job) -> None:
-        super().push(one)
-        self._newest = one
-        self.work_s += one.work_s
+    def push(self, request: Job) -> None:
+        super().push(request)
+        self._newest = request
+        self.work_s += request.work_s
 
     def pop(self) -> Job:
         job = super().pop()
@@ -268,10 +268,10 @@ class DecodeBatch:
 
     def _leaving(self) -> list[DecodeStream]:
         leave, done = self._leave, self._done
-        ended: list[DecodeStream] = []
+        streams: list[DecodeStream] = []
         while leave and leave[0][0] <= done:
             stream = heapq.heappop(leave)[2]
-            ended.append(stream)
+            streams.append(stream)
             self.contexts -= stream.kv_tokens
             self.reserved -= stream.kv_tokens
             at = bisect_left(self._peak_runs, 2 * stream.joined + 1)
@@ -279,7 +279,7 @@ class DecodeBatch:
                 stream.worst_s = max(stream.worst_s, self._peaks_s[at])
         if not leave:
             self._peak_runs, self._peaks_s = [], []
-        return ended
+        return streams
 
 
 class Steps:

@@ -145,19 +145,19 @@ class Hits:
     """Share including partial blocks, as published tables count."""
 
     @classmethod
-    def of(cls, begun: Sequence[RequestOutcome]) -> Hits:
-        tokens = sum(outcome.prompt_tokens for outcome in begun)
+    def of(cls, outcomes: Sequence[RequestOutcome]) -> Hits:
+        tokens = sum(outcome.prompt_tokens for outcome in outcomes)
         cached: Counter[str] = Counter()
-        for outcome in begun:
+        for outcome in outcomes:
             cached["local"] += outcome.held_tokens
             cached.update(outcome.loaded_tokens)
         # The last token of a fully cached prompt is computed; its last block still counts as a hit.
-        hit = sum(-(-outcome.cached_tokens // BLOCK_TOKENS) for outcome in begun)
+        hit = sum(-(-outcome.cached_tokens // BLOCK_TOKENS) for outcome in outcomes)
         return cls(
             tokens=_part(sum(cached.values()), tokens),
             tokens_by_source={source: _part(count, tokens) for source, count in sorted(cached.items())},
-            blocks=_part(hit, sum(outcome.prompt_tokens // BLOCK_TOKENS for outcome in begun)),
-            all_blocks=_part(hit, sum(-(-outcome.prompt_tokens // BLOCK_TOKENS) for outcome in begun)),
+            blocks=_part(hit, sum(outcome.prompt_tokens // BLOCK_TOKENS for outcome in outcomes)),
+            all_blocks=_part(hit, sum(-(-outcome.prompt_tokens // BLOCK_TOKENS) for outcome in outcomes)),
         )
 
 
@@ -345,8 +345,8 @@ def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
         }
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_name", "args": {"name": name}}
 
 
 def _us(seconds: float) -> int:

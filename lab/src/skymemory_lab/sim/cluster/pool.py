@@ -407,11 +407,11 @@ class NodeMemory:
     def in_memory(self, chain: Sequence[int]) -> int:
         return self.memory.leading(chain)
 
-    def _count_ssd_blocks(self, chain: Sequence[int], held: int) -> int:
-        for at in range(held, len(chain)):
+    def _count_ssd_blocks(self, chain: Sequence[int], resident_blocks: int) -> int:
+        for at in range(resident_blocks, len(chain)):
             if chain[at] not in self._ssd:
-                return at - held
-        return len(chain) - held
+                return at - resident_blocks
+        return len(chain) - resident_blocks
 
     def use(self, chain: Sequence[int]) -> int:
         """Access ``chain`` and keep what fits. Return the number of blocks evicted from memory."""

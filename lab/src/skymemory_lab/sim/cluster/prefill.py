@@ -42,12 +42,12 @@ class PrefillInstance:
         cost: CostModel,
         pipeline: Pipeline,
         pool: ClusterPool,
-        begun: Callable[[Job, float, float], None],
-        done: Callable[[Job, float], None],
+        on_begun: Callable[[Job, float, float], None],
+        on_done: Callable[[Job, float], None],
     ) -> None:
         self.number = number
         self._clock, self._cost, self._pipeline, self._pool = clock, cost, pipeline, pool
-        self._begun, self._done = begun, done
+        self._begun, self._done = on_begun, on_done
         self._memory = pool.media()["dram"]
         self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}

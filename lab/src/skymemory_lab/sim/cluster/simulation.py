@@ -49,7 +49,7 @@ def run_cluster(
     *,
     scheduler_options: Mapping[str, object] | None = None,
     admission_options: Mapping[str, object] | None = None,
-    asked: Sequence[Request] | None = None,
+    scheduler_views: Sequence[Request] | None = None,
     pool: ClusterPool | None = None,
 ) -> ClusterRun:
     """Simulate ``requests``. Equal arguments give equal runs, with outcomes in the order after jitter.
@@ -57,7 +57,7 @@ def run_cluster(
     Args:
         requests: in order of arrival.
         scheduler, admission: names, with options, or a factory and a rule.
-        asked: the requests as schedulers see them; only without jitter.
+        scheduler_views: the requests as schedulers see them; only without jitter.
         pool: replaces the setup's pool; for a single run.
 
     Raises:
@@ -70,8 +70,8 @@ def run_cluster(
         if request.at_s < before_s:
             raise InvalidInput(f"request {at} arrives at {request.at_s:g} s, after one at {before_s:g} s; sort them")
         before_s = request.at_s
-    if asked is not None and (setup.jitter_s or len(asked) != len(arriving)):
-        raise InvalidInput("asked: expected one per request, and jitter_s of 0")
+    if scheduler_views is not None and (setup.jitter_s or len(scheduler_views) != len(arriving)):
+        raise InvalidInput("scheduler_views: expected one per request, and jitter_s of 0")
     rule = admission
     if isinstance(rule, str):
         rule = admission_named(rule, setup.slo, **(admission_options or {}))
@@ -82,7 +82,7 @@ def run_cluster(
         def factory(world: World) -> Scheduler:
             return scheduler_named(name, world, **options)
 
-    return Simulation(setup, factory, rule, pool).run(arriving, asked)
+    return Simulation(setup, factory, rule, pool).run(arriving, scheduler_views)
 
 
 # States of a request in ``Simulation``, and the event that starts each (``Job.over`` is the end of all paths):
@@ -122,8 +122,8 @@ class Simulation:
         self._dice = random.Random(setup.seed)
         self._arrived = 0
 
-    def run(self, requests: Sequence[TraceRequest], asked: Sequence[Request] | None) -> ClusterRun:
-        self._arrivals, self._asked = requests, asked
+    def run(self, requests: Sequence[TraceRequest], scheduler_views: Sequence[Request] | None) -> ClusterRun:
+        self._arrivals, self._asked = requests, scheduler_views
         if requests:
             self._clock.at(requests[0].at_s, self._arrive)
             self._clock.at(requests[0].at_s, self._sample)

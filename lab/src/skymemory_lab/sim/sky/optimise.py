@@ -185,7 +185,7 @@ def optimise(
         later[choice] = _outcome(choice, judged_ways, rates, load)
     able = sorted((outcome for outcome in first.values() if outcome.carries), key=_rank)
     if not able:
-        least = min(first.values(), key=lambda one: one.utilisation)
+        least = min(first.values(), key=lambda outcome: outcome.utilisation)
         raise InvalidInput(
             f"no setting carries {load.requests_per_s:g} requests a second of {load.value_bytes} bytes: the best, "
             f"{_words(least.choice)}, uses its {least.busiest} to {least.utilisation:.0%}; expected less load, or "
@@ -208,8 +208,12 @@ def optimise(
     )
 
 
-def _rank(one: ChoiceOutcome) -> tuple[float, int, int]:
-    return (round(one.seconds / _SAME_S) if one.carries else math.inf), one.choice.window_bytes, one.choice.servers
+def _rank(outcome: ChoiceOutcome) -> tuple[float, int, int]:
+    return (
+        (round(outcome.seconds / _SAME_S) if outcome.carries else math.inf),
+        outcome.choice.window_bytes,
+        outcome.choice.servers,
+    )
 
 
 def _words(choice: Choice) -> str:

@@ -151,7 +151,7 @@ def ways_of(
     strategy: Strategy | None = None,
     servers: int | None = None,
     exact_links: bool = False,
-    placed: Sequence[tuple[Moves, Moves]] | None = None,
+    moves_by_time: Sequence[tuple[Moves, Moves]] | None = None,
 ) -> Ways:
     """Return the ways to a value stored at each of these times (seconds after the epoch).
 
@@ -160,7 +160,7 @@ def ways_of(
         times_s: times; those with nothing in sight are left out.
         strategy: None: ``hop`` on board, else the preset's.
         exact_links: links have their length at each time, else links between planes have their maximum.
-        placed: per time, the moves at the set and those that the holders count; None: by the clock.
+        moves_by_time: per time, the moves at the set and those that the holders count; None: by the clock.
 
     Raises:
         InvalidInput: an unknown access, more servers than satellites, or no satellite in sight at any of the times.
@@ -180,7 +180,7 @@ def ways_of(
     rows = []
     for at, time_s in enumerate(map(float, times_s)):
         moves = (0, 0) if track is None else track.moves(time_s)
-        set_moves, moves = (moves, moves) if placed is None else placed[at]
+        set_moves, moves = (moves, moves) if moves_by_time is None else moves_by_time[at]
         centre_now = placement.centre_at(moves)
         visible = (
             (preset.torus.living(centre_now),) if access in ("onboard", "ideal") else sight.in_sight(centre_now, time_s)
@@ -208,12 +208,12 @@ def _row(
     access: Access,
     servers: tuple[SatelliteId, ...],
     centre: SatelliteId,
-    seen: tuple[SatelliteId, ...],
+    visible: tuple[SatelliteId, ...],
     time_s: float,
     paths: _Paths,
 ) -> tuple[Floats, Integers, Integers, Integers, Floats]:
-    direct = set(servers) if access == "ideal" else set(seen) - {seen[0]} if access == "hybrid" else set()
-    gateway = seen[0]
+    direct = set(servers) if access == "ideal" else set(visible) - {visible[0]} if access == "hybrid" else set()
+    gateway = visible[0]
     one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
     least_s = paths.least_s(gateway, servers, one_way_s)
     if access != "onboard":
@@ -243,14 +243,14 @@ class _Paths:
         self._least_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
         self._hops_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
 
-    def _path(self, here: SatelliteId, there: SatelliteId) -> _Path:
-        path = self._known.get((here, there))
+    def _path(self, source: SatelliteId, target: SatelliteId) -> _Path:
+        path = self._known.get((source, target))
         if path is None:
-            out, back = self._torus.path(here, there), self._torus.path(there, here)
-            neighbours = self._torus.neighbours(here)
+            out, back = self._torus.path(source, target), self._torus.path(target, source)
+            neighbours = self._torus.neighbours(source)
             at_it = len(out) == 1
             way = out + back[1:]
-            path = self._known[here, there] = _Path(
+            path = self._known[source, target] = _Path(
                 [self._torus.index(satellite) for satellite in way],
                 len(out) - 1,
                 _AT_GATEWAY if at_it else neighbours.index(out[1]),
@@ -279,10 +279,10 @@ class _Paths:
                 if neighbour not in settled:
                     heapq.heappush(edge, (light_s + self._hop_s(satellite, neighbour), neighbour))
 
-    def _hop_s(self, here: SatelliteId, there: SatelliteId) -> float:
-        hop_s = self._hops_s.get((here, there))
+    def _hop_s(self, source: SatelliteId, target: SatelliteId) -> float:
+        hop_s = self._hops_s.get((source, target))
         if hop_s is None:
-            hop_s = self._hops_s[here, there] = self._shell.hop_one_way_s(self._torus, here, there)
+            hop_s = self._hops_s[source, target] = self._shell.hop_one_way_s(self._torus, source, target)
         return hop_s
 
     def from_gateway(

@@ -320,18 +320,23 @@ class _ByMachines(_Run):
             if operation.key not in self._index and not self._writing[operation.key]:
                 self._put(request, at)
 
-    def _record_transfer(self, direction: Direction, begun: _Begun) -> None:
-        operation, end_s = begun.operation, self._simulated.now_s
+    def _record_transfer(self, direction: Direction, transfer: _Begun) -> None:
+        operation, end_s = transfer.operation, self._simulated.now_s
         positions = []
         for now_s, counted_s in (
-            (begun.begun_s, begun.begun_s),
-            (begun.begun_s, begun.begun_s - HANDED_OVER_S),
+            (transfer.begun_s, transfer.begun_s),
+            (transfer.begun_s, transfer.begun_s - HANDED_OVER_S),
             (end_s, end_s),
         ):
-            positions.append((now_s, begun.info.set_moves, self._clock.moves(counted_s)))
+            positions.append((now_s, transfer.info.set_moves, self._clock.moves(counted_s)))
         self.transfers.append(
             _Transfer(
-                operation.host, direction, operation.value_bytes, begun.begun_s, end_s - begun.begun_s, tuple(positions)
+                operation.host,
+                direction,
+                operation.value_bytes,
+                transfer.begun_s,
+                end_s - transfer.begun_s,
+                tuple(positions),
             )
         )
 
@@ -418,8 +423,8 @@ def _ways(scenario: Scenario, cell_run: _Run, host: int, transfers: Sequence[_Tr
     plan = scenario.plan
     moments = [moment for transfer in transfers for moment in transfer.placed or ((transfer.begun_s, None, None),)]
     times = [scenario.start_s + moment[0] for moment in moments]
-    placed = None if moments[0][1] is None else [(set_moves, moves) for _, set_moves, moves in moments]
-    how: dict[str, Any] = {"strategy": plan.strategy, "servers": plan.servers, "placed": placed}
+    moves_by_time = None if moments[0][1] is None else [(set_moves, moves) for _, set_moves, moves in moments]
+    how: dict[str, Any] = {"strategy": plan.strategy, "servers": plan.servers, "moves_by_time": moves_by_time}
     ways = ways_of(scenario.preset, cell_run.sights[host], cell_run.accesses[host], times, **how)  # type: ignore[arg-type]
     if len(ways.times_s) == len(times):
         return ways

@@ -266,7 +266,7 @@ class Scenario:
         return cls.of(content, str(path), path.parent)
 
     @classmethod
-    def of(cls, found: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
+    def of(cls, table: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
         """Read a scenario from a TOML table; raises like ``read``."""
         sections: dict[str, Any] = {
             "shell": ShellTable,
@@ -275,17 +275,17 @@ class Scenario:
             "workload": WorkloadTable,
         }
         names = [*sections, "links", "ground", "sweep"]
-        more: dict[str, Any] = {"folder": str(folder), "source": _to_json_value(found)}
+        more: dict[str, Any] = {"folder": str(folder), "source": _to_json_value(table)}
         for name, kind in sections.items():
-            if name in found:
-                more[name] = filled(kind, _table(found[name], f"{where}: {name}"), f"{where}: {name}")
-        if "links" in found:
-            more["links"] = Links.read(_table(found["links"], f"{where}: links"), f"{where}: links")
-        if "ground" in found:
-            more["ground"] = _ground(found["ground"], where)
-        own = {key: value for key, value in found.items() if key not in names}
+            if name in table:
+                more[name] = filled(kind, _table(table[name], f"{where}: {name}"), f"{where}: {name}")
+        if "links" in table:
+            more["links"] = Links.read(_table(table["links"], f"{where}: links"), f"{where}: links")
+        if "ground" in table:
+            more["ground"] = _ground(table["ground"], where)
+        own = {key: value for key, value in table.items() if key not in names}
         scenario = filled(cls, own, where, names, **more)
-        _check_obeyed(scenario, found, where)
+        _check_obeyed(scenario, table, where)
         return scenario
 
     def __post_init__(self) -> None:
@@ -500,7 +500,9 @@ class Scenario:
             while (at_s := at_s + dice.expovariate(work.rate_s)) < self.duration_s:
                 put, key = dice.random() < work.put_share, popularity.draw(dice, weights, at_s)
                 drawn.append(ScheduledOperation(at_s, host, put, key, self.size_of(key)))
-        return iter([[operation] for operation in sorted(drawn, key=lambda one: (one.at_s, one.host))])
+        return iter(
+            [[operation] for operation in sorted(drawn, key=lambda operation: (operation.at_s, operation.host))]
+        )
 
     def size_of(self, key: int) -> int:
         sizes = self.workload.sizes
@@ -624,9 +626,9 @@ def scenario_named(name: str) -> Scenario:
 # --- Parts ---
 
 
-def _check_obeyed(scenario: Scenario, found: Mapping[str, Any], where: str) -> None:
+def _check_obeyed(scenario: Scenario, table: Mapping[str, Any], where: str) -> None:
     engine = scenario.engine
-    present = {f"{section}.{key}" for section, own in found.items() if isinstance(own, Mapping) for key in own}
+    present = {f"{section}.{key}" for section, own in table.items() if isinstance(own, Mapping) for key in own}
     unused = [path for path in NOT_OF[engine] if path in present]
     if unused:
         other = next(name for name in ENGINES if name != engine)
@@ -634,7 +636,7 @@ def _check_obeyed(scenario: Scenario, found: Mapping[str, Any], where: str) -> N
             f"{where}: {', '.join(unused)}: no effect with engine = {json.dumps(engine)}; leave "
             f"{'it' if len(unused) == 1 else 'them'} out, or use engine = {json.dumps(other)}"
         )
-    workload = found.get("workload", {})
+    workload = table.get("workload", {})
     if scenario.workload.trace:
         unused, expected = [key for key in _OF_A_MIX if key in workload], "leave out what the trace says by itself"
     else:
