@@ -76,16 +76,16 @@ def _parsers_limit(error: Exception) -> str:
     return str(error)
 
 
-def _check_wholes(found: Any, where: str, most: int, words: str) -> None:
-    if isinstance(found, dict):
-        for name, value in found.items():
+def _check_wholes(node: Any, where: str, most: int, words: str) -> None:
+    if isinstance(node, dict):
+        for name, value in node.items():
             _check_wholes(value, f"{where}.{name}" if where else str(name), most, words)
-    elif isinstance(found, list):
-        for number, value in enumerate(found):
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
             _check_wholes(value, f"{where}[{number}]", most, words)
-    elif isinstance(found, int) and abs(found) > most:
+    elif isinstance(node, int) and abs(node) > most:
         named = f"{where}: " if where else ""
-        raise InvalidInput(f"{named}{quoted(found)}: expected a whole number of at most {words}")
+        raise InvalidInput(f"{named}{quoted(node)}: expected a whole number of at most {words}")
 
 
 def converted(what: str, value: object, default: object) -> object:

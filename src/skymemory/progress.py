@@ -97,10 +97,10 @@ class Progress:
             done.set()
             thread.join()
 
-    def _show(self, wait: Wait, ended: threading.Event) -> None:
+    def _show(self, wait: Wait, done: threading.Event) -> None:
         live = self.stream.isatty()
         try:
-            while not ended.wait(_LOOK_S):
+            while not done.wait(_LOOK_S):
                 with self._lock:
                     if live and wait.seconds > BAR_AFTER_S:
                         self._bar = self._bar or _ProgressBar(self.stream)

@@ -70,14 +70,14 @@ def test_keys_that_someone_else_put_there_are_kept() -> None:
 def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
     cache = fresh()
     assert len(cache.tokens()) == 0
-    cache.record_input(torch.tensor([[4, 5, 6]]), plain=True)
+    cache.record_input(torch.tensor([[4, 5, 6]]), is_plain=True)
     assert len(cache.tokens()) == 0, "announced, not there"
     cache = fresh()
-    cache.record_input(torch.tensor([[4, 5, 6]]), plain=True)
+    cache.record_input(torch.tensor([[4, 5, 6]]), is_plain=True)
     step(cache, 3, 0)
     assert cache.tokens().tolist() == [4, 5, 6]
     cache.crop(-2)
-    cache.record_input(torch.tensor([[9]]), plain=True)
+    cache.record_input(torch.tensor([[9]]), is_plain=True)
     step(cache, 1, 1)
     assert cache.tokens().tolist() == [4, 9]
     step(cache, 1, 2)
@@ -87,17 +87,17 @@ def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
 @pytest.mark.parametrize(("ids", "plain"), [(None, True), (torch.zeros(2, 3, dtype=torch.long), False)])
 def test_what_is_behind_something_that_is_not_known_is_not_known(ids: Any, plain: bool) -> None:
     cache = fresh()
-    cache.record_input(torch.tensor([[4, 5]]), plain=True)
+    cache.record_input(torch.tensor([[4, 5]]), is_plain=True)
     step(cache, 2, 0)
-    cache.record_input(ids, plain=plain)
+    cache.record_input(ids, is_plain=plain)
     step(cache, 3, 1)
-    cache.record_input(torch.tensor([[6]]), plain=True)
+    cache.record_input(torch.tensor([[6]]), is_plain=True)
     step(cache, 1, 2)
     assert cache.tokens().tolist() == [4, 5]
     cache.crop(-3)
     assert cache.tokens().tolist() == [4, 5]
     cache.crop(-1)
-    cache.record_input(torch.tensor([[7]]), plain=True)
+    cache.record_input(torch.tensor([[7]]), is_plain=True)
     step(cache, 1, 3)
     assert cache.tokens().tolist() == [4, 5, 7], "what was not known is gone"
 

@@ -829,10 +829,12 @@ class BlockLookup:
                 known.setdefault(index, present)  # a failed load outweighs the lookup
         return np.array([known[index] for index in indices], bool)
 
-    def miss_reason(self, found: int) -> str:
+    def miss_reason(self, found_blocks: int) -> str:
         for number, part in enumerate(self._parts):
             visible = (
-                self._get_visible_blocks(number, found + 1) if part.window is not None else range(found, found + 1)
+                self._get_visible_blocks(number, found_blocks + 1)
+                if part.window is not None
+                else range(found_blocks, found_blocks + 1)
             )
             for index in visible:
                 if not self._known[number].get(index, True):
@@ -859,10 +861,10 @@ class _Loading(BlockLookup):
         self.size_bytes = 0
         self.retransmitted = 0
 
-    def load(self, found: int) -> int:
-        loaded = found
-        if found and self._parts[0].window is None:
-            self._place(0, range(found))
+    def load(self, found_blocks: int) -> int:
+        loaded = found_blocks
+        if found_blocks and self._parts[0].window is None:
+            self._place(0, range(found_blocks))
             loaded = len(self._placed[0])
         # A block that fails shortens the prefix, and the windows of a shorter prefix include other blocks: these are
         # loaded then, until all blocks in the windows are in place.

@@ -210,12 +210,12 @@ def _habit(entry: Any, where: str) -> Habit:
             "time_s": int() | float() as time_s,
             "day": int(day),
             "first_day": int(first_day),
-            "seen": int(seen),
+            "seen": int(seen_days),
             "keys": [_, *_] as texts,
         }:
             is_valid = math.isfinite(time_s) and abs(day) < 1 << 40 and first_day <= day
-            if is_valid and seen & 1 and 0 < seen < 1 << KEPT_DAYS and all(map(_is_key, texts)):
-                return Habit(tuple(bytes.fromhex(text) for text in texts), float(time_s), day, first_day, seen)
+            if is_valid and seen_days & 1 and 0 < seen_days < 1 << KEPT_DAYS and all(map(_is_key, texts)):
+                return Habit(tuple(bytes.fromhex(text) for text in texts), float(time_s), day, first_day, seen_days)
     raise InvalidInput(f"{where}: expected time_s, day, first_day, seen and keys as this version writes them")
 
 

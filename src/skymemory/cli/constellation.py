@@ -566,7 +566,7 @@ def _fragments(plan: ConstellationPlan) -> str:
     from skymemory.transport.udp_socket import largest_whole_bytes
 
     needed_bytes = plan.chunk_bytes + CHUNK_OVERHEAD_BYTES + MAC_BYTES
-    sizes = [found for host in plan.hosts if (found := largest_whole_bytes(host.ip)) is not None]
+    sizes = [size for host in plan.hosts if (size := largest_whole_bytes(host.ip)) is not None]
     if min(sizes, default=needed_bytes) >= needed_bytes:
         return ""
     return (

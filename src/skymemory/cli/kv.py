@@ -363,9 +363,9 @@ def _prefetch_facts(predictor: Predictor, expected: list[Expectation], near: lis
     }
 
 
-def _wall(one: Expectation, zone: str | None) -> datetime:
-    return datetime.fromtimestamp(one.at_s, ZoneInfo(zone or "UTC"))
+def _wall(expectation: Expectation, zone: str | None) -> datetime:
+    return datetime.fromtimestamp(expectation.at_s, ZoneInfo(zone or "UTC"))
 
 
-def _label(one: Expectation) -> str:
-    return f"{one.keys[0].hex()[:12]}…{one.keys[-1].hex()[:12]}"
+def _label(expectation: Expectation) -> str:
+    return f"{expectation.keys[0].hex()[:12]}…{expectation.keys[-1].hex()[:12]}"

@@ -234,16 +234,19 @@ def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json:
     return int(problems > 0)
 
 
-def _lines(found: ServerCheck) -> list[str]:
-    lines = [f"{found.name}  {found.url}" if found.name not in found.url else found.url, f"  health   {found.health}"]
-    if found.metrics:
-        lines.append(f"  metrics  {found.metrics}")
-    if found.models:
-        lines.append(f"  models   {', '.join(found.models[:8])}{' …' if len(found.models) > 8 else ''}")
-    if found.events:
-        lines.append(f"  events   {found.events}")
-    lines += [f"  problem: {remark}" for remark in found.problems]
-    lines += [f"  note: {remark}" for remark in found.notes]
+def _lines(result: ServerCheck) -> list[str]:
+    lines = [
+        f"{result.name}  {result.url}" if result.name not in result.url else result.url,
+        f"  health   {result.health}",
+    ]
+    if result.metrics:
+        lines.append(f"  metrics  {result.metrics}")
+    if result.models:
+        lines.append(f"  models   {', '.join(result.models[:8])}{' …' if len(result.models) > 8 else ''}")
+    if result.events:
+        lines.append(f"  events   {result.events}")
+    lines += [f"  problem: {remark}" for remark in result.problems]
+    lines += [f"  note: {remark}" for remark in result.notes]
     return lines
 
 

@@ -196,36 +196,36 @@ class PoolController:
             return self._follow(self._change, by_name.get(self._change.instance), now_s)
         return self._begin(instances, now_s)
 
-    def _need(self, one: InstanceSample) -> float:
-        if one.role == "prefill":
-            return TAIL * one.queue_s / self._slo.ttft_s
+    def _need(self, instance: InstanceSample) -> float:
+        if instance.role == "prefill":
+            return TAIL * instance.queue_s / self._slo.ttft_s
         if not self.idle_tbt_s:
-            return max(one.tbt_s / self._slo.tbt_s, one.kv_share)
-        rate = 1 - self.idle_tbt_s / one.tbt_s if one.tbt_s > self.idle_tbt_s else 0.0
-        return max(rate / self._most_rate, one.kv_share)
+            return max(instance.tbt_s / self._slo.tbt_s, instance.kv_share)
+        rate = 1 - self.idle_tbt_s / instance.tbt_s if instance.tbt_s > self.idle_tbt_s else 0.0
+        return max(rate / self._most_rate, instance.kv_share)
 
-    def _demand(self, one: InstanceSample) -> float:
-        if one.role == "prefill":
-            return max(float(one.queue_s > 0), one.queue_s / self._slo.ttft_s)
-        shared_s, share = min(self.shared_tbt_s, self.idle_tbt_s), one.kv_share
-        if not one.tbt_s or not self.idle_tbt_s or share > 1:
-            return max(one.tbt_s / self._slo.tbt_s, share)
-        shared = min(1.0, shared_s / one.tbt_s)
+    def _demand(self, instance: InstanceSample) -> float:
+        if instance.role == "prefill":
+            return max(float(instance.queue_s > 0), instance.queue_s / self._slo.ttft_s)
+        shared_s, share = min(self.shared_tbt_s, self.idle_tbt_s), instance.kv_share
+        if not instance.tbt_s or not self.idle_tbt_s or share > 1:
+            return max(instance.tbt_s / self._slo.tbt_s, share)
+        shared = min(1.0, shared_s / instance.tbt_s)
         return max((1 - shared) / self._most_rate, 1 - (1 - share) * shared)
 
     @property
     def _most_rate(self) -> float:
         return 1 - self.idle_tbt_s / self._slo.tbt_s
 
-    def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
+    def _follow(self, change: RoleChange, instance: InstanceSample | None, now_s: float) -> RoleChange | None:
         back, drain_s = other(change.role), now_s - self._begun_s
         # An instance that serves in its old role was called off by the caller, for example by an operator.
-        over = one is None or one.role == change.role or one.state == "serving"
+        over = instance is None or instance.role == change.role or instance.state == "serving"
         reason = ""
-        if one is not None and not over:
+        if instance is not None and not over:
             if drain_s > self.settings.most_drain_s:
-                reason = f"it has not been {change.role} after {drain_s:.0f} s, {one.in_flight} requests in flight"
-            elif one.state == "draining" and not self._serving[back]:
+                reason = f"it has not been {change.role} after {drain_s:.0f} s, {instance.in_flight} requests in flight"
+            elif instance.state == "draining" and not self._serving[back]:
                 reason = f"no other {back} instance serves any more"
         if not over and not reason:
             return None
@@ -252,7 +252,7 @@ class PoolController:
             ]
             if not candidates:
                 continue
-            chosen = min(candidates, key=lambda one: (one.queue_s, one.in_flight, one.kv_share))
+            chosen = min(candidates, key=lambda instance: (instance.queue_s, instance.in_flight, instance.kv_share))
             self._change, self._begun_s = RoleChange(chosen.name, to, reason), now_s
             return self._change
         return None

@@ -177,7 +177,7 @@ def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
 
 
 def _compared(
-    ours: Mapping[str, object], theirs: Mapping[str, object], here: str = "here", there: str = "there"
+    ours: Mapping[str, object], theirs: Mapping[str, object], own_place: str = "here", other_place: str = "there"
 ) -> tuple[bool, str]:
     if not isinstance(theirs, Mapping) or "digest" not in theirs:
         raise InvalidInput("the other examination has no context: save one there with --save")
@@ -190,7 +190,7 @@ def _compared(
     for name in differing:
         own, other = _differing_parts(ours[name], theirs.get(name))
         hint = " (config.json, or the quantization)" if str(own).startswith("vllm:") else ""
-        words.append(f"{name}: {own} {here}, {other} {there}{hint}")
+        words.append(f"{name}: {own} {own_place}, {other} {other_place}{hint}")
     return False, f"nothing is shared, for they differ in {'; '.join(words)}"
 
 

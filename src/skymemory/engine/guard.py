@@ -119,21 +119,21 @@ class Guard:
             cache.on_pass_end()  # nothing was computed
             raise
 
-    def _prepare(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, cache: SkyCache, start: int, arguments: dict[str, Any]) -> dict[str, Any]:
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
         if not cache.has_recorded(start):  # the loaded tokens do not continue contents from unseen passes
             cache.loaded = cache.loaded[:start]
         if len(cache.loaded) > start or (not start and (cache.states or cache.used_before)):
-            given = self._advance(cache, start, given)
+            arguments = self._advance(cache, start, arguments)
         elif start:
-            _check_goes_on(start, given)
+            _check_goes_on(start, arguments)
             cache.stop(decoding=True)
-        ids, length = given.get("input_ids"), cache.get_seq_length()
-        cache.record_input(ids, plain=self._is_plain(length, ids, given))
-        if cache.has_known_tokens and ids is not None and given.get("position_ids") is None:
-            given = {**given, **at_positions(self._model, length, ids.shape[1], ids.shape[0])}
-        return given
+        ids, length = arguments.get("input_ids"), cache.get_seq_length()
+        cache.record_input(ids, is_plain=self._is_plain(length, ids, arguments))
+        if cache.has_known_tokens and ids is not None and arguments.get("position_ids") is None:
+            arguments = {**arguments, **at_positions(self._model, length, ids.shape[1], ids.shape[0])}
+        return arguments
 
     def _check_model(self, cache: SkyCache) -> None:
         other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held_tokens else self._model
@@ -195,11 +195,11 @@ class Guard:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
+    def _advance(self, cache: SkyCache, start: int, arguments: dict[str, Any]) -> dict[str, Any]:
         loaded = cache.loaded[start:]
         if not start:
-            _check_begins(cache, given)
-        call = self._read(start, given)
+            _check_begins(cache, arguments)
+        call = self._read(start, arguments)
         if not isinstance(call, str) and call.shifts and not cache.can_shift:
             call = "rows of different lengths"
         usable, why = 0, ""
@@ -220,38 +220,38 @@ class Guard:
         elif why:
             self._refuse(cache, why, len(loaded), usable)
         if isinstance(call, str):
-            return given
+            return arguments
         if usable:
             cache.advance(usable)
         if cache.states and not torch.is_grad_enabled():
             usable += self._compute_to_stops(cache, call, usable)
         if not usable:
-            return given
+            return arguments
         if call.rows > 1:
             cache.batch_repeat_interleave(call.rows)
         if call.shifts:
             cache.shift_rows(call.shifts)
         cache.padding = call.padding
-        return _rest_of(given, call.padding + usable, call.padding)
+        return _rest_of(arguments, call.padding + usable, call.padding)
 
-    def _compute_to_stops(self, cache: SkyCache, call: _ForwardCall, begun: int) -> int:
+    def _compute_to_stops(self, cache: SkyCache, call: _ForwardCall, advanced_tokens: int) -> int:
         """Run the model to the last position of kept states, where a pass must end; returns the number of tokens
         computed.
         """
-        start = cache.get_seq_length() - begun
+        start = cache.get_seq_length() - advanced_tokens
         end = min(call.tokens - call.kept, call.same_in_all_rows())
         ids = call.ids[:1].to(self._model.device)
         cache.guard = None  # the guard must not check its own passes
         try:
             for stop in cache.stops_before(start + end):
                 piece = ids[:, cache.get_seq_length() - start : stop - start]
-                cache.record_input(piece, plain=True)
+                cache.record_input(piece, is_plain=True)
                 options = {**self._last_logits, **at_positions(self._model, cache.held_tokens, piece.shape[1])}
                 self._model(input_ids=piece, use_cache=True, **cache_option(self._model, cache), **options)
                 cache.stop()
         finally:
             cache.guard = self
-        computed: int = cache.held_tokens - start - begun
+        computed: int = cache.held_tokens - start - advanced_tokens
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
@@ -268,7 +268,7 @@ class Guard:
         ids = torch.from_numpy(known).to(self._model.device)[None]
         cache.guard = None  # the guard must not check its own pass
         try:
-            cache.record_input(ids, plain=True)
+            cache.record_input(ids, is_plain=True)
             with torch.no_grad():
                 options = {**self._last_logits, **at_positions(self._model, 0, start)}
                 self._model(input_ids=ids, use_cache=True, **cache_option(self._model, cache), **options)
@@ -289,22 +289,22 @@ class Guard:
         )
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
-    def _read(self, start: int, given: dict[str, Any]) -> _ForwardCall | str:
+    def _read(self, start: int, arguments: dict[str, Any]) -> _ForwardCall | str:
         """Return the input, if it is tokens at consecutive positions; else a description."""
-        ids = given.get("input_ids")
+        ids = arguments.get("input_ids")
         if ids is None or ids.dim() != 2:
             return "embeddings instead of tokens"
         # A caller that does not request only the last logits wants all, if the model can return fewer.
-        last_logits = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
+        last_logits = arguments.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
         if (
             not isinstance(last_logits, int)
             or last_logits < 1
-            or any(self._is_requested(name, given) for name in _ALL_ALONG)
+            or any(self._is_requested(name, arguments) for name in _ALL_ALONG)
         ):
             return "more asked for than its last logits"
-        if other := next((name for name, value in given.items() if self._is_other_input(name, value)), ""):
+        if other := next((name for name, value in arguments.items() if self._is_other_input(name, value)), ""):
             return f"other inputs ({other})"
-        width, paddings, mask = int(ids.shape[1]), [0] * len(ids), given.get("attention_mask")
+        width, paddings, mask = int(ids.shape[1]), [0] * len(ids), arguments.get("attention_mask")
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape != (len(ids), start + width):
                 return "an attention mask of its own"
@@ -312,21 +312,21 @@ class Guard:
             if not torch.equal(mask != 0, torch.arange(mask.shape[1], device=mask.device) >= left_paddings[:, None]):
                 return "an attention mask of its own"
             paddings = left_paddings.tolist()
-        positions = given.get("position_ids")
+        positions = arguments.get("position_ids")
         if positions is None:
             if any(paddings):
                 return "padding and no positions"
         elif positions.shape[-1] != width or not _count_on(positions, start, paddings):
             return "positions of its own"
-        places = given.get("cache_position")
+        places = arguments.get("cache_position")
         if places is not None and not bool((places == torch.arange(start, start + width, device=places.device)).all()):
             return "positions of its own"
         padding = min(paddings)
         shifts = tuple(row_padding - padding for row_padding in paddings) if len(set(paddings)) > 1 else ()
         return _ForwardCall(ids[:, padding:], padding, last_logits, shifts)
 
-    def _is_requested(self, name: str, given: dict[str, Any]) -> bool:
-        value = given.get(name)
+    def _is_requested(self, name: str, arguments: dict[str, Any]) -> bool:
+        value = arguments.get(name)
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
@@ -451,16 +451,16 @@ def _has_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
 
 
-def _rest_of(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
-    remaining = dict(given)
+def _rest_of(arguments: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
+    remaining = dict(arguments)
     for name in (*_ALONG_THE_PROMPT, *_TYPES):
         if (value := remaining.get(name)) is not None:
             remaining[name] = value[..., tokens:]
     return _without_padding(remaining, padding)
 
 
-def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
-    inputs = dict(given)
+def _without_padding(arguments: dict[str, Any], padding: int) -> dict[str, Any]:
+    inputs = dict(arguments)
     if padding and (mask := inputs.get("attention_mask")) is not None:
         inputs["attention_mask"] = mask[:, padding:]
     if padding and (positions := inputs.get("cache_position")) is not None:
@@ -468,8 +468,8 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
     return inputs
 
 
-def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
+def _check_begins(cache: SkyCache, arguments: dict[str, Any]) -> None:
+    ids, mask, loaded = arguments.get("input_ids"), arguments.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
     remaining = cache.prompt[loaded:]
@@ -495,8 +495,8 @@ def _check_whole(cache: SkyCache) -> None:
     cache.undo()
 
 
-def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
-    ids, prompt = given.get("input_ids"), cache.prompt[start:]
+def _check_follows(cache: SkyCache, start: int, arguments: dict[str, Any]) -> None:
+    ids, prompt = arguments.get("input_ids"), cache.prompt[start:]
     if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return
     rows = ids[:, : len(prompt)].cpu().numpy()
@@ -510,8 +510,8 @@ def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
         )
 
 
-def _check_sees(start: int, given: dict[str, Any]) -> None:
-    mask = given.get("attention_mask")
+def _check_sees(start: int, arguments: dict[str, Any]) -> None:
+    mask = arguments.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
         loaded = mask[..., :start]
         if not bool((loaded if mask.dim() == 2 or mask.dtype == torch.bool else loaded == 0).all()):
@@ -521,8 +521,8 @@ def _check_sees(start: int, given: dict[str, Any]) -> None:
             )
 
 
-def _check_goes_on(start: int, given: dict[str, Any]) -> None:
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+def _check_goes_on(start: int, arguments: dict[str, Any]) -> None:
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]
         if before != start:

@@ -334,7 +334,7 @@ class KVCManager:
             self.blocks.count_tokens(result)
         return result
 
-    def _add(self, ids: Tokens, given: Cache | None, seconds: dict[str, float]) -> StoreResult:
+    def _add(self, ids: Tokens, passed_cache: Cache | None, seconds: dict[str, float]) -> StoreResult:
         with self._lock:
             self._check_open()
             self._settle_unseen()
@@ -344,14 +344,14 @@ class KVCManager:
                 self.last_stored = StoreResult(len(ids), blocks, refused_blocks=blocks)
                 return self.last_stored
             phase = PhaseClock(self.blocks.clock, seconds)
-            ids = ids if given is not None else self._with_answer(ids)
+            ids = ids if passed_cache is not None else self._with_answer(ids)
             with phase("hash"):
                 hashes = self.parts.hashes(ids)
             with phase("lookup"):
                 missing = self.parts.missing(hashes)
             saved, prefilled = Saved(), 0
             if any(missing) or self._states is not None:
-                cache, covered = self._computed(ids, given)
+                cache, covered = self._computed(ids, passed_cache)
                 with cache.read() if isinstance(cache, SkyCache) else contextlib.nullcontext():
                     offer = self._take(cache, ids, missing, covered)
                     ready, covered = offer.ready, offer.covered
@@ -422,14 +422,14 @@ class KVCManager:
             by_block = {stop // self.layout.block_tokens - 1: state for stop, state in stops.items()}
             self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
 
-    def _computed(self, ids: Tokens, given: Cache | None) -> tuple[Cache | None, int]:
+    def _computed(self, ids: Tokens, passed_cache: Cache | None) -> tuple[Cache | None, int]:
         tokens = self.layout.block_tokens
-        if given is not None and not isinstance(given, SkyCache):
-            length = min(foreign_length(given, self.layout), len(ids))
+        if passed_cache is not None and not isinstance(passed_cache, SkyCache):
+            length = min(foreign_length(passed_cache, self.layout), len(ids))
             if length >= tokens:
-                self._check_given(given, ids[:tokens])
-            return given, length // tokens
-        candidates = [given] if given is not None else list(self._handed)
+                self._check_given(passed_cache, ids[:tokens])
+            return passed_cache, length // tokens
+        candidates = [passed_cache] if passed_cache is not None else list(self._handed)
         best: SkyCache | None = None
         most = 0
         for cache in candidates:
@@ -444,9 +444,9 @@ class KVCManager:
             self._kept.remove(best)
         return best, most // tokens
 
-    def _check_given(self, given: Cache, ids: Tokens) -> None:
+    def _check_given(self, passed_cache: Cache, ids: Tokens) -> None:
         ours, _ = self._prefill_into(self._empty(len(ids)), ids)
-        for mine, theirs in zip(ours.layers, given.layers, strict=True):
+        for mine, theirs in zip(ours.layers, passed_cache.layers, strict=True):
             for own, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                 other = other[:, :, : len(ids)].float()
                 if not float((own.float() - other).abs().mean()) <= _FOREIGN_TOLERANCE * float(

@@ -325,7 +325,7 @@ class _Snapshot:
 
     def _get_addresses_and_versions(self, tensors: Iterable[torch.Tensor]) -> list[object]:
         if self._counted:
-            tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
+            tensors = [tensor for tensor, is_counted in zip(tensors, self._counted, strict=True) if is_counted]
         tensors = list(tensors)
         return [[tensor.data_ptr() for tensor in tensors], [tensor._version for tensor in tensors]]
 

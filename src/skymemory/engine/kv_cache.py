@@ -318,12 +318,12 @@ class LayerGroup:
     window: int | None
     layers: tuple[int, ...]
 
-    def layout(self, whole: KVLayout) -> KVLayout:
-        return dataclasses.replace(whole, layers=len(self.layers))
+    def layout(self, model_layout: KVLayout) -> KVLayout:
+        return dataclasses.replace(model_layout, layers=len(self.layers))
 
-    def describe(self, whole: KVLayout) -> str:
+    def describe(self, model_layout: KVLayout) -> str:
         layers = ",".join(map(str, self.layers))
-        return f"{self.layout(whole).describe()} of layers {layers}, window {self.window or 'none'}"
+        return f"{self.layout(model_layout).describe()} of layers {layers}, window {self.window or 'none'}"
 
 
 def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
@@ -331,7 +331,7 @@ def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
     windows = [kind.window for kind in kinds if kind.attention]
     return tuple(
         LayerGroup(window, tuple(at for at, layer_window in enumerate(windows) if layer_window == window))
-        for window in sorted(set(windows), key=lambda one: one or 0)
+        for window in sorted(set(windows), key=lambda tokens: tokens or 0)
     )
 
 
@@ -624,13 +624,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def has_known_tokens(self) -> bool:
         return not self._closed
 
-    def record_input(self, input_ids: torch.Tensor | None, plain: bool) -> None:
-        """Record the ``input_ids`` (rows, n) of the next pass; ``plain``: equal rows at consecutive positions."""
+    def record_input(self, input_ids: torch.Tensor | None, is_plain: bool) -> None:
+        """Record the ``input_ids`` (rows, n) of the next pass; ``is_plain``: equal rows at consecutive positions."""
         length = self.get_seq_length()
         self._in_a_pass = True
         if self._seen_tokens > length:  # a pass failed
             self._seen_tokens, self._seen = length, [_joined(self._seen)[:length]]
-        if not plain or input_ids is None or self._seen_tokens < length:  # a pass without the guard
+        if not is_plain or input_ids is None or self._seen_tokens < length:  # a pass without the guard
             self._closed = True
         elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())
@@ -645,8 +645,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         if guard is not None and not sys.is_finalizing() and self.result.usage.drop():
             guard.settle(self)
 
-    def has_recorded(self, held: int) -> bool:
-        return self._seen_tokens >= held
+    def has_recorded(self, tokens: int) -> bool:
+        return self._seen_tokens >= tokens
 
     def tokens(self) -> Tokens:
         """Return the leading token ids, as far as known and equal in all rows; only these are ever stored."""

@@ -170,8 +170,8 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
             raise
 
 
-def _free(found: Sequence[MemoryObj | None]) -> None:
-    for memory in found:
+def _free(objects: Sequence[MemoryObj | None]) -> None:
+    for memory in objects:
         if memory is not None:
             memory.ref_count_down()
 

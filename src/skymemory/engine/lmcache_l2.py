@@ -182,13 +182,13 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if not self._says_what_they_are(objects):
             return Bitmap(len(keys))
         with self._sizing:
-            counted = {key for key in keys if key in self._sizes}
+            sized_keys = {key for key in keys if key in self._sizes}
         # Keys are of several ranks and groups, each with its own prefix or window.
         reasons = self.values.load_or_say_why([_name(key) for key in keys], place, is_prefix=False)
         if loaded := [key for key, reason in zip(keys, reasons, strict=True) if not reason]:
             self._notify_keys_accessed(loaded)
         # An object that is stored meanwhile is not gone.
-        self._drop([key for key, reason in zip(keys, reasons, strict=True) if reason in GONE and key in counted])
+        self._drop([key for key, reason in zip(keys, reasons, strict=True) if reason in GONE and key in sized_keys])
         return _bitmap([not reason for reason in reasons])
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -219,15 +219,15 @@ def _name(key: Any) -> str:
     return f"object {key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.cache_salt}@{key.chunk_hash.hex()}"
 
 
-def _about(one: Any) -> bytes:
+def _about(memory: Any) -> bytes:
     """Return the meaning of an object's bytes, which its key leaves out."""
-    shapes, dtypes = [tuple(shape) for shape in one.get_shapes()], [str(dtype) for dtype in one.get_dtypes()]
-    words = f"{shapes} {dtypes} {one.get_memory_format()}".encode()
+    shapes, dtypes = [tuple(shape) for shape in memory.get_shapes()], [str(dtype) for dtype in memory.get_dtypes()]
+    words = f"{shapes} {dtypes} {memory.get_memory_format()}".encode()
     return len(words).to_bytes(_LENGTH_BYTES, "big") + words
 
 
-def _bytes_of(one: Any) -> memoryview:
-    return memoryview(one.byte_array).cast("B")
+def _bytes_of(memory: Any) -> memoryview:
+    return memoryview(memory.byte_array).cast("B")
 
 
 def _bitmap(done: Sequence[bool]) -> Bitmap:

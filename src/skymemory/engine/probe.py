@@ -277,7 +277,7 @@ class _Probe:
 
     def loaded(self, guard: Guarding, context: CacheContext) -> SkyCache:
         cache, front = self._cache(), self._ids[:, : self._front]
-        cache.record_input(front, plain=True)
+        cache.record_input(front, is_plain=True)
         with torch.inference_mode():
             self._pass(front, cache, **at_positions(self._model, 0, self._front))
         cache.on_pass_end()

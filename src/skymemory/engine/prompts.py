@@ -107,9 +107,9 @@ def _flat(values: Any) -> npt.NDArray[Any]:
     return array[0] if array.ndim == 2 and array.shape[0] == 1 else array
 
 
-def shared_prefix(held: Tokens, ids: Tokens) -> int:
-    length = min(len(held), len(ids))
-    differing = np.flatnonzero(held[:length] != ids[:length])
+def shared_prefix(known_ids: Tokens, ids: Tokens) -> int:
+    length = min(len(known_ids), len(ids))
+    differing = np.flatnonzero(known_ids[:length] != ids[:length])
     return int(differing[0]) if len(differing) else length
 
 

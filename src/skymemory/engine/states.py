@@ -71,15 +71,15 @@ class States:
             for state in self._states
         )
 
-    def put(self, layers: Sequence[Any], held: bytes | memoryview, device: torch.device) -> None:
+    def put(self, layers: Sequence[Any], data: bytes | memoryview, device: torch.device) -> None:
         """Restore the states. Raises MalformedPacket for too few bytes."""
-        if len(held) < self.size_bytes:
-            raise MalformedPacket(f"states of {len(held)} bytes, expected {self.size_bytes}")
+        if len(data) < self.size_bytes:
+            raise MalformedPacket(f"states of {len(data)} bytes, expected {self.size_bytes}")
         at = 0
         for state in self._states:
             size = state.dtype.itemsize * int(np.prod(state.shape))
             with torch.inference_mode(False):  # writable in any mode
-                part = torch.frombuffer(bytearray(held[at : at + size]), dtype=state.dtype).view(state.shape).to(device)
+                part = torch.frombuffer(bytearray(data[at : at + size]), dtype=state.dtype).view(state.shape).to(device)
             at += size
             layer = layers[state.layer]
             getattr(layer, f"{state.kind}_states")[state.number] = part

@@ -481,12 +481,12 @@ class Inventory:
         self._expire(now_s)
         return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
 
-    def _is_room(self, size_bytes: int, behind: bytes | None = None) -> bool:
-        if behind is not None:
-            self.order.hold(behind)
+    def _is_room(self, size_bytes: int, spared_key: bytes | None = None) -> bool:
+        if spared_key is not None:
+            self.order.hold(spared_key)
         victims = self._victims(self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes)
-        if behind is not None:
-            self.order.free(behind)
+        if spared_key is not None:
+            self.order.free(spared_key)
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
@@ -621,7 +621,7 @@ class BudgetedStore(TwoPhase):
         with self._open():
             keys = list(self._inventory.entries)
         values = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
-        return sorted((value for value in values if value is not None), key=lambda one: one.name)
+        return sorted((value for value in values if value is not None), key=lambda value: value.name)
 
     def stored_keys(self) -> list[bytes]:
         with self._open():

@@ -128,8 +128,8 @@ class StoreDirectory:
         finally:
             os.close(fd)
 
-    def _check_torn_format(self, path: Path, found: bytes) -> None:
-        text = found.decode(errors="replace")
+    def _check_torn_format(self, path: Path, content: bytes) -> None:
+        text = content.decode(errors="replace")
         version = text[len(_FORMAT) - 2 :].strip()
         if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
             raise LaterFile(
@@ -140,10 +140,10 @@ class StoreDirectory:
             ours, foreign = self._examine_values()
         except LaterVersion as error:
             raise LaterFile(f"{path} is damaged, and a later release wrote here: {error}; use that release") from error
-        is_torn = all(byte in (0, expected) for byte, expected in zip(found, _FORMAT.encode(), strict=False))
-        is_torn = is_torn and not any(found[len(_FORMAT) :])
+        is_torn = all(byte in (0, expected) for byte, expected in zip(content, _FORMAT.encode(), strict=False))
+        is_torn = is_torn and not any(content[len(_FORMAT) :])
         if (is_torn and not foreign) or (ours and not text.strip().isprintable()):
-            if not ours and found:
+            if not ours and content:
                 self._check_strangers()
             return
         raise InvalidInput(f"{path} says {text.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory")

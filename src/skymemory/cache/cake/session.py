@@ -251,15 +251,15 @@ class LoadingSession:
                 self._error = self._error or raised
                 self._changed.notify_all()
 
-    def _settle(self, index: int, placed: bool) -> bool:
+    def _settle(self, index: int, is_placed: bool) -> bool:
         if index not in self._wanted:
             return False
         self._wanted.discard(index)
         started_s = time.perf_counter()
-        (self._loader.chunk_loaded if placed else self._loader.load_failed)(index, self._clock())
+        (self._loader.chunk_loaded if is_placed else self._loader.load_failed)(index, self._clock())
         self.scheduling_s += time.perf_counter() - started_s
         self._turn()
-        return placed
+        return is_placed
 
     def _claim(self, index: int) -> bool:
         with self._changed:

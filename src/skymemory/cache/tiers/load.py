@@ -166,16 +166,16 @@ class TierLoad:
 
         def work() -> _Held:
             presence = tier.store.lookup(keys)
-            held = [
+            present_keys = [
                 key
                 for key, state in zip(keys, presence, strict=True)
                 if state is Presence.HIT and key not in tier.dirty_keys
             ]
-            return held, tier.store.prepare_load(held) if held else None
+            return present_keys, tier.store.prepare_load(present_keys) if present_keys else None
 
-        def release_late(held: _Held | None) -> None:
-            if held is not None and held[1] is not None:
-                tier.store.release(held[1])
+        def release_late(result: _Held | None) -> None:
+            if result is not None and result[1] is not None:
+                tier.store.release(result[1])
 
         lease = tier.ask_index(work, release_late)
         return cls(tier, lease[0], lease[1]) if lease is not None and lease[1] is not None else None
@@ -243,7 +243,13 @@ class TierLoad:
             )
 
         values = tier.result_by(
-            call, self._until_s, release_late, sound=is_answer, kind="load", moved=_size_bytes, held=self.keys
+            call,
+            self._until_s,
+            release_late,
+            is_answer=is_answer,
+            kind="load",
+            moved=_size_bytes,
+            present_keys=self.keys,
         )
         if values is None:
             self._give_back()  # other loads must not wait for a load that was given up

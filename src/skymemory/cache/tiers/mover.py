@@ -114,13 +114,13 @@ class TierMover:
             tier.backlog.add({key: backlog[key] for key in keys if key in unstored})
             tier.backlog_retry.finished(not unstored or any(done), tier.clock())
 
-    def _copies(self, keys: Sequence[bytes], lacking: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
+    def _copies(self, keys: Sequence[bytes], target: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
         """Return values from the queue or other tiers, and the keys that a silent tier may have."""
         values = {key: moving.value for key, moving in self._outbound.get(keys).items()}
         unanswered = False
         for tier in self._tiers:
             remaining = [key for key in keys if key not in values]
-            if remaining and tier is not lacking:
+            if remaining and tier is not target:
                 read = _read(tier, remaining)
                 unanswered = unanswered or read is None
                 values.update(read or {})

@@ -158,27 +158,27 @@ class Tier:
         until_s: float,
         on_late: Callable[[Result | None], object] = lambda result: None,
         *,
-        sound: Callable[[Result], bool] = lambda result: True,
+        is_answer: Callable[[Result], bool] = lambda result: True,
         changes: Sequence[bytes] = (),
         overwrites: Sequence[bytes] = (),
         stored: Callable[[Result | None], Iterable[bytes]] = lambda result: (),
         kind: Kind = "ask",
         moved: Callable[[Result], int] = lambda result: 0,
-        held: Sequence[bytes] = (),
+        present_keys: Sequence[bytes] = (),
     ) -> Result | None:
         """Return the result of ``call``, if it arrives by ``until_s`` and without failure; else None.
 
-        ``on_late`` releases what a late result holds. ``sound`` checks that a result is an answer at all. ``changes``:
-        keys that the call writes or deletes, even late. ``overwrites``: those that are dirty from the deadline on,
-        until a late result has ``stored`` them. ``moved``: bytes of a result. ``held``: keys that the tier reported to
-        have.
+        ``on_late`` releases what a late result holds. ``is_answer`` checks that a result is an answer at all.
+        ``changes``: keys that the call writes or deletes, even late. ``overwrites``: those that are dirty from the
+        deadline on, until a late result has ``stored`` them. ``moved``: bytes of a result. ``present_keys``: keys that
+        the tier reported to have.
         """
         if call is None:
             return None
         if not self._workers.wait(call, until_s - self.clock()):
             mark = self.dirty_keys.add(overwrites)  # before it can end
             self.dirty_keys.call_given_up(changes)
-            self._probe_with(held)
+            self._probe_with(present_keys)
             with self._lock:
                 self._overdue[call] = call.started_s + self._longest_s(kind)  # type: ignore[index]
 
@@ -193,7 +193,7 @@ class Tier:
                     self._overdue.pop(call, None)  # type: ignore[arg-type]
                 if call.dropped:
                     return  # by this tier's threads, not by the store
-                if result is None or not sound(result):
+                if result is None or not is_answer(result):
                     with self._lock:
                         self.breaker.timed_out(self.clock())
                     self._log_state()
@@ -212,12 +212,12 @@ class Tier:
             if not isinstance(call.error, TIER_FAILURES):
                 raise call.error
             self.counters.add("tier_failures_total", label=self.name)
-            self._probe_with(held)
+            self._probe_with(present_keys)
             self.failed(kind)
             return None
         result = call.result
-        if result is None or not sound(result):
-            self._probe_with(held)
+        if result is None or not is_answer(result):
+            self._probe_with(present_keys)
             self.failed(kind)
         else:
             self._latencies[kind].record(self.clock() - call.started_s, moved(result))
@@ -278,10 +278,10 @@ class Tier:
 
     # --- probes ---
 
-    def _probe_with(self, held: Sequence[bytes]) -> None:
+    def _probe_with(self, keys: Sequence[bytes]) -> None:
         """Probe with a key of the failed load: the index may still answer for other keys while loads hang."""
-        if held:
-            self._probe_key = held[0]
+        if keys:
+            self._probe_key = keys[0]
 
     def probe_if_due(self) -> None:
         key = self._probe_key

@@ -253,10 +253,10 @@ def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Pr
         return [], {largest: error}, [at for at in wanted if at != largest]
 
 
-def _prepare_rest(tier: Tier, items: Items, places: Places, left: list[int]) -> tuple[_Tickets, _TooLarge]:
+def _prepare_rest(tier: Tier, items: Items, places: Places, positions: list[int]) -> tuple[_Tickets, _TooLarge]:
     too_large: _TooLarge = {}
-    while left:
-        tickets, more, left = _prepare(tier, items, places, left)
+    while positions:
+        tickets, more, positions = _prepare(tier, items, places, positions)
         too_large |= more
         if tickets:
             return tickets, too_large

@@ -271,7 +271,7 @@ class PreciseIndex:
             if medium not in self._media:
                 self._media = [name for name in MEDIA if name == medium or name in self._media]
                 weights = [(_NUMBERS[name], self._weights[name]) for name in self._media]
-                self._order = sorted(weights, key=lambda one: one[1], reverse=True)
+                self._order = sorted(weights, key=lambda pair: pair[1], reverse=True)
             self._table.add(_NUMBERS[medium], slot, block)
 
     def _take_away(self, slot: int, changes: Iterable[Change]) -> None:

@@ -46,14 +46,14 @@ class _Batch:
     promised_tokens: int = 0
     joined_at_s: float = 0.0
 
-    def add(self, one: _Booked, sign: int) -> None:
-        if one.joined:
+    def add(self, booked: _Booked, sign: int) -> None:
+        if booked.joined:
             self.joined += sign
-            self.joined_tokens += sign * one.tokens
-            self.joined_at_s = self.joined_at_s + sign * one.joins_s if self.joined else 0.0
+            self.joined_tokens += sign * booked.tokens
+            self.joined_at_s = self.joined_at_s + sign * booked.joins_s if self.joined else 0.0
         else:
             self.promised += sign
-            self.promised_tokens += sign * one.tokens
+            self.promised_tokens += sign * booked.tokens
 
 
 class LeastTbt(Scorer):
@@ -185,9 +185,9 @@ class LeastTbt(Scorer):
         self._drop_expected(booked)
         return booked
 
-    def _drop_expected(self, one: _Booked) -> None:
-        if self._expected.get(id(one.request)) is one:
-            del self._expected[id(one.request)]
+    def _drop_expected(self, booked: _Booked) -> None:
+        if self._expected.get(id(booked.request)) is booked:
+            del self._expected[id(booked.request)]
 
     def _grown(self, batch: _Batch, now_s: float) -> float:
         """Return the tokens decoded since the requests joined."""

@@ -6,10 +6,10 @@ The published rule loads if the longest prefix anywhere is ``balancing_threshold
 Left open by the publications: the ratio to a server that holds nothing is infinite; a load proceeds while the request
 waits in the queue; a fully cached prompt still computes one token; far tiers count like servers.
 
-A split: the server computes from block ``held`` on while the blocks up to ``end`` are loaded from the back (Cake,
+A split: the server computes from block ``start`` on while the blocks up to ``end`` are loaded from the back (Cake,
 2024), because later tokens cost more to compute. With the split at block ``split``::
 
-    ready  = wait + compute(held..split)          the front is computed
+    ready  = wait + compute(start..split)         the front is computed
     rest   = compute(end..)                       held nowhere
     late   = max(0, load(split..end) - ready)     still loading then
     finish = ready + max(late, rest) + min(late, rest) / layers
@@ -310,9 +310,9 @@ def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> flo
     return ready_s + rest_s + late_s / layers
 
 
-def best_split(finish_at: Callable[[int], float], held: int, end: int) -> tuple[int, float]:
+def best_split(finish_at: Callable[[int], float], start: int, end: int) -> tuple[int, float]:
     """Return the first best split and its finish; ``finish_at`` must be convex."""
-    low, high = held, end - 1
+    low, high = start, end - 1
     while low < high:
         middle = (low + high) >> 1
         if finish_at(middle) <= finish_at(middle + 1):

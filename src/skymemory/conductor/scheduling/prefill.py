@@ -41,12 +41,14 @@ def undominated(sources: Sequence[PrefixSource]) -> list[PrefixSource]:
     """Return the undominated sources; of equal sources the first."""
     # Sorted by blocks: all kept sources hold at least as much as the next, so the other three figures decide.
     best: list[PrefixSource] = []
-    for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
+    for source in sorted(
+        sources, key=lambda source: (-source.blocks, source.wait_s + source.latency_s, source.token_s)
+    ):
         if not any(
-            other.wait_s <= one.wait_s and other.latency_s <= one.latency_s and other.token_s <= one.token_s
+            other.wait_s <= source.wait_s and other.latency_s <= source.latency_s and other.token_s <= source.token_s
             for other in best
         ):
-            best.append(one)
+            best.append(source)
     return best
 
 

@@ -194,13 +194,13 @@ class Indexed(Scorer):
         return self.index.match(prompt.blocks, [server.slot for server in servers])
 
     def matched_blocks(
-        self, prompt: Prompt, servers: Sequence[Server], held: Sequence[int] | None = None
+        self, prompt: Prompt, servers: Sequence[Server], held_blocks: Sequence[int] | None = None
     ) -> Sequence[int]:
         """Return ``held_blocks``, with the prompts under way."""
-        held = self.held_blocks(prompt, servers) if held is None else held
+        held_blocks = self.held_blocks(prompt, servers) if held_blocks is None else held_blocks
         if not len(prompt.blocks) or not len(self._under_way):
-            return held
-        return list(map(max, held, self._under_way.depths(prompt.blocks, [server.slot for server in servers])))
+            return held_blocks
+        return list(map(max, held_blocks, self._under_way.depths(prompt.blocks, [server.slot for server in servers])))
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         self.record_sent(request, server, self.held_blocks(request.prompt, (server,))[0])

@@ -109,7 +109,7 @@ class HashTrie(Scorer):
     def forget(self, server: Server) -> None:
         self._held.forget(server)
         mask = ~(1 << server.slot)
-        self._sets = OrderedDict((block, left) for block, at in self._sets.items() if (left := at & mask))
+        self._sets = OrderedDict((block, slots) for block, at in self._sets.items() if (slots := at & mask))
 
 
 def depths(sets: Mapping[int, int], blocks: NDArray[np.uint64]) -> dict[int, int]:

@@ -63,13 +63,13 @@ def signature_of(pieces: NDArray[np.uint64]) -> int:
     return int.from_bytes(np.packbits(2 * counts > len(pieces)).tobytes(), "little")
 
 
-def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    differing: NDArray[np.uint64] = np.bitwise_xor(others, np.uint64(signature))
+def distances(signature: int, signatures: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    differing: NDArray[np.uint64] = np.bitwise_xor(signatures, np.uint64(signature))
     if hasattr(np, "bitwise_count"):
         bits: NDArray[np.uint8] = np.bitwise_count(differing)
         return bits
     words = _SET_BITS[np.ascontiguousarray(differing).view(np.uint16)]  # NumPy 1.26 has no bitwise_count.
-    summed: NDArray[np.uint8] = words.reshape(*others.shape, 4).sum(axis=-1, dtype=np.uint8)
+    summed: NDArray[np.uint8] = words.reshape(*signatures.shape, 4).sum(axis=-1, dtype=np.uint8)
     return summed
 
 

@@ -23,8 +23,8 @@ class Announced(NamedTuple):
 class Announcements:
     """Announcements of the first part. Not thread-safe: vLLM's scheduler is a single thread."""
 
-    def __init__(self, ranks: int, kept: int = _KEPT) -> None:
-        self._ranks, self._kept = ranks, kept
+    def __init__(self, ranks: int, limit: int = _KEPT) -> None:
+        self._ranks, self._kept = ranks, limit
         self._saving: OrderedDict[bytes, tuple[Sequence[bytes], int]] = OrderedDict()
         self._stored: OrderedDict[bytes, Sequence[bytes]] = OrderedDict()
         self._events: list[Announced] = []

@@ -133,7 +133,7 @@ class WorkerOutcome:
         loaded: dict[str, Loaded] = dict(self.loaded)
         for request, theirs in other.loaded.items():
             ours = loaded.get(request, theirs)
-            failed = min((one for one in (ours, theirs) if one.reason), key=lambda one: one.lost, default=ours)
+            failed = min((load for load in (ours, theirs) if load.reason), key=lambda load: load.lost, default=ours)
             size_bytes = ours.size_bytes + theirs.size_bytes if request in self.loaded else theirs.size_bytes
             missing = max(ours.missing_tokens, theirs.missing_tokens)
             seconds = max(ours.seconds, theirs.seconds)

@@ -487,7 +487,7 @@ class Commands:
 
     def _getdel(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         key = _key(words[0])
-        yield from self._exchange(session, key, lambda there: there and self._delete_held([key.stored]))
+        yield from self._exchange(session, key, lambda has_value: has_value and self._delete_held([key.stored]))
 
     def _getex(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         options, key = self._options("getex", words[1:], _GETEX_OPTIONS), _key(words[0])
@@ -901,9 +901,9 @@ def error_reply(error: Refused | SkyMemoryError) -> bytes:
     return protocol.error(str(error) if isinstance(error, InvalidInput) else f"{type(error).__name__}: {error}")
 
 
-def _bulk_pieces(shown: Pieces) -> Pieces:
-    size_bytes = sum(memoryview(piece).nbytes for piece in shown)
-    return [protocol.bulk_head(size_bytes), *shown, _CRLF]
+def _bulk_pieces(pieces: Pieces) -> Pieces:
+    size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+    return [protocol.bulk_head(size_bytes), *pieces, _CRLF]
 
 
 def _no_auth() -> Refused:

@@ -109,13 +109,13 @@ class RequestParser:
         """Return the number of received bytes after the argument."""
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
-    def deliver(self, value: Word, behind: Buffer = b"") -> None:
+    def deliver(self, value: Word, following: Buffer = b"") -> None:
         """Add the last ``LargeArgument``'s value, and the bytes after it."""
         self._large = None
         self._words.append(value)
         self._missing -= 1
         self._ends = True
-        self.feed(behind)
+        self.feed(following)
 
     def discard(self) -> None:
         assert self._large is not None

@@ -85,7 +85,7 @@ class Catalog:
                 replacements.append(later)
             elif unvouched and any(_overwrites(candidate, info) for candidate in candidates):
                 overwritten.append(info)
-        self.remove([info.key for info in replacements], gone=False)
+        self.remove([info.key for info in replacements], is_gone=False)
         if self.index is None:
             self._remember({info.key: info for info in replacements})
         else:
@@ -253,13 +253,13 @@ class Catalog:
             ),
         )
 
-    def remove(self, keys: Sequence[bytes], gone: bool = True, patient: bool = False) -> None:
-        """Drop entries. ``gone`` False: another value may be present."""
+    def remove(self, keys: Sequence[bytes], is_gone: bool = True, patient: bool = False) -> None:
+        """Drop entries. ``is_gone`` False: another value may be present."""
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilder is not None:
             self.index.remove(keys, patient=patient)
-            if gone:
+            if is_gone:
                 self._rebuilder.record_evicted(keys)
 
     def close(self) -> None:
@@ -284,9 +284,9 @@ def _size_to_write(info: ValueInfo) -> int:
     return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
 
 
-def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
-    same_chunks = one.chunks == other.chunks == 1 or one.chunk_bytes == other.chunk_bytes
-    return (one.value_crc, one.set_moves, same_chunks) == (other.value_crc, other.set_moves, True)
+def _same_setting(info: ValueInfo, other: ValueInfo) -> bool:
+    same_chunks = info.chunks == other.chunks == 1 or info.chunk_bytes == other.chunk_bytes
+    return (info.value_crc, info.set_moves, same_chunks) == (other.value_crc, other.set_moves, True)
 
 
 def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
@@ -299,7 +299,7 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
     candidates = [candidate for candidate in reported if not _same_setting(info, candidate)]
     if not candidates:
         return None
-    latest = max(candidates, key=lambda one: sum(one.set_moves))
+    latest = max(candidates, key=lambda candidate: sum(candidate.set_moves))
     later = sum(latest.set_moves) > sum(info.set_moves)
     return latest if later or len(candidates) == len(reported) else None
 

@@ -55,7 +55,7 @@ class Evictor:
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
-        self._catalog.remove(list(replaced), gone=False)
+        self._catalog.remove(list(replaced), is_gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
             # WRITING_S: spare chunks that a writer was still writing at ``looked_s``
@@ -187,12 +187,12 @@ def _setting(info: ValueInfo) -> bytes:
     return pack_setting(info.value_crc, *info.set_moves)
 
 
-def _same_bytes(one: ValueInfo, other: ValueInfo) -> bool:
-    return (one.value_bytes, one.value_crc) == (other.value_bytes, other.value_crc)
+def _same_bytes(info: ValueInfo, other: ValueInfo) -> bool:
+    return (info.value_bytes, info.value_crc) == (other.value_bytes, other.value_crc)
 
 
-def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
-    return (one.strategy, one.servers, one.set_moves) == (other.strategy, other.servers, other.set_moves)
+def _same_placement(info: ValueInfo, other: ValueInfo) -> bool:
+    return (info.strategy, info.servers, info.set_moves) == (other.strategy, other.servers, other.set_moves)
 
 
 BATCH_BYTES = 8 << 20

@@ -261,9 +261,9 @@ class Prober:
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
         known: dict[bytes, ValueInfo] = {}
 
-        def find(asked: list[bytes]) -> set[bytes]:
-            known.update(self.search(asked)[0])
-            return set(asked) & known.keys()
+        def find(batch: list[bytes]) -> set[bytes]:
+            known.update(self.search(batch)[0])
+            return set(batch) & known.keys()
 
         return prefix_by(find, keys), known
 
@@ -358,9 +358,9 @@ class IndexRebuilder:
         end = next((at for at, key in enumerate(candidates) if self.absent(key)), len(candidates))
         candidates = candidates[:end]
 
-        def find(asked: list[bytes]) -> set[bytes]:
-            indexed = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
-            missing = [key for key in asked if key not in indexed]
+        def find(batch: list[bytes]) -> set[bytes]:
+            indexed = {key for key, info in zip(batch, self._index.infos(batch), strict=True) if info is not None}
+            missing = [key for key in batch if key not in indexed]
             return indexed | self._probe(missing).keys() if missing else indexed
 
         return known + prefix_by(find, candidates)

@@ -262,7 +262,7 @@ class SharedIndex:
             done = True
             return record
 
-        return self._write(change, patient=True, beside=False) and done
+        return self._write(change, patient=True, side_file=False) and done
 
     def remove(self, keys: Sequence[bytes], *, patient: bool = True) -> None:
         self._write(lambda: self._drop(keys), patient)
@@ -288,10 +288,10 @@ class SharedIndex:
         self._state.apply(record)
         return encode_record(record.op, probed=record.probed)
 
-    def _write(self, change: Callable[[], bytes], patient: bool = False, *, beside: bool = True) -> bool:
+    def _write(self, change: Callable[[], bytes], patient: bool = False, *, side_file: bool = True) -> bool:
         """Apply a change and append its records; to the side file if the lock is not free (``patient``: after
-        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``beside``, the lock is not
-        free and nothing changed.
+        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``side_file``, the lock is
+        not free and nothing changed.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -302,8 +302,8 @@ class SharedIndex:
                 written = self._try_write(change)
                 if written is None and (self.locked_out or time.monotonic() >= give_up_s):
                     if patient:
-                        self._note_lock(held=True)
-                    return beside and self._write_beside(change)
+                        self._note_lock(locked_out=True)
+                    return side_file and self._write_beside(change)
             if written is not None:
                 others_wait, is_complete = written
                 if others_wait:
@@ -325,7 +325,7 @@ class SharedIndex:
                 status = os.fstat(self._fd)
                 removed = not status.st_nlink and self._path is not None and self._path.exists()
                 if not removed:
-                    self._note_lock(held=False)
+                    self._note_lock(locked_out=False)
                     return self._write_locked(change, status.st_size)
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -338,17 +338,17 @@ class SharedIndex:
             return False
         return True
 
-    def _note_lock(self, *, held: bool) -> None:
-        if held and not self.locked_out:
+    def _note_lock(self, *, locked_out: bool) -> None:
+        if locked_out and not self.locked_out:
             _log.warning(
                 "another process has held the lock of the index %s for more than %g s (is it stopped?): until it is "
                 "free, satellites are asked for what the index does not name",
                 self._path,
                 LOCK_WAIT_S,
             )
-        elif self.locked_out and not held:
+        elif self.locked_out and not locked_out:
             _log.warning("the lock of the index %s is free again", self._path)
-        self.locked_out = held
+        self.locked_out = locked_out
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
         """Apply a change. Return True if processes wait for a replaced journal's lock, and True if it is written.

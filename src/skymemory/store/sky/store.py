@@ -242,9 +242,9 @@ class ConstellationStore(RemoteStore):
         times = Counter(ticket.keys) if ticket.rows else {}
         wanted = {key: key_rows for key, key_rows in zip(ticket.keys, ticket.rows, strict=False) if times[key] == 1}
         rows = {
-            info.key: its
+            info.key: value_rows
             for info in unique
-            if (its := wanted.get(info.key)) is not None and can_hold(its, info.value_bytes)
+            if (value_rows := wanted.get(info.key)) is not None and can_hold(value_rows, info.value_bytes)
         }
         buffer = self._buffers.take(sum(info.value_bytes for info in unique if info.key not in rows))
         ticket.state = buffer
@@ -283,7 +283,9 @@ class ConstellationStore(RemoteStore):
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
         """Read doubtful values again, evict lost values, adopt replacements."""
-        doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
+        doubtful = [
+            info for info in infos if (finished := outcomes.get(info.key)) and finished.report.failure in _DOUBTFUL
+        ]
         if doubtful:
             self._counters.add("second_looks", len(doubtful))
             outcomes.update(self._read(doubtful, outs))
@@ -422,13 +424,13 @@ class ConstellationStore(RemoteStore):
         ahead.before = self._catalog.known(keys)
         ahead.chain = self._catalog.before(keys[0]) if keys else []
 
-    def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
+    def _servers_for(self, value: Buffer, bytes_by_servers: dict[int, float] | None) -> int:
         settings = self.settings
-        if settings.fan_out is None or held is None:
+        if settings.fan_out is None or bytes_by_servers is None:
             return settings.servers
         size_bytes = memoryview(value).nbytes
-        servers = settings.fan_out.servers(max(1, -(-size_bytes // settings.chunk_bytes)), size_bytes, held)
-        held[servers] = held.get(servers, 0.0) + size_bytes
+        servers = settings.fan_out.servers(max(1, -(-size_bytes // settings.chunk_bytes)), size_bytes, bytes_by_servers)
+        bytes_by_servers[servers] = bytes_by_servers.get(servers, 0.0) + size_bytes
         return servers
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
