@@ -337,13 +337,13 @@ def _groups(mean: MeanElements, among: NDArray[np.int64], altitude_reach_m: floa
     return groups
 
 
-def _off_shell(one: ElementSet, mean: MeanElements, at: int, shells: Sequence[ClusteredShell]) -> LeftOut:
+def _off_shell(elements: ElementSet, mean: MeanElements, at: int, shells: Sequence[ClusteredShell]) -> LeftOut:
     inclination_deg = math.degrees(mean.inclination_rad[at])
     altitude_km = (mean.axis_m[at] - WGS84_RADIUS_M) / 1000
     near = [shell for shell in shells if abs(shell.inclination_deg - inclination_deg) < 0.1]
     heights = ", ".join(f"{height:.0f}" for height in sorted(shell.altitude_m / 1000 for shell in near))
     why = f"the shells of its inclination are at {heights} km" if near else "no shell has its inclination"
-    return LeftOut(one, "off shell", f"{inclination_deg:.2f}° {altitude_km:.0f} km: {why}")
+    return LeftOut(elements, "off shell", f"{inclination_deg:.2f}° {altitude_km:.0f} km: {why}")
 
 
 def _shell_of(

@@ -307,13 +307,13 @@ class Links:
             raise InvalidInput(f"handover_gap {self.handover_gap_s:g} s: expected 0 to 10 s")
 
     @classmethod
-    def read(cls, found: Mapping[str, Any], where: str) -> Links:
+    def read(cls, table: Mapping[str, Any], where: str) -> Links:
         """Return the links of a table; ``where`` begins error messages.
 
         Raises:
             InvalidInput: an unknown key or an invalid value.
         """
-        return filled(cls, found, where)
+        return filled(cls, table, where)
 
     def as_table(self) -> dict[str, Any]:
         default, entries = Links(), {}
@@ -360,8 +360,8 @@ class Links:
         return share
 
 
-def _table_of(one: Outage | Rain) -> dict[str, Any]:
-    return {field_.metadata["key"]: getattr(one, field_.name) for field_ in fields(one)}
+def _table_of(weather: Outage | Rain) -> dict[str, Any]:
+    return {field_.metadata["key"]: getattr(weather, field_.name) for field_ in fields(weather)}
 
 
 # --- Queues ---

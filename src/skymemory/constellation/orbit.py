@@ -353,14 +353,14 @@ class Shell:
         """Return the maximum light time to the next plane."""
         return _plane_links_s(self)[1][plane % self.planes]
 
-    def hop_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
+    def hop_one_way_s(self, torus: Torus, satellite: SatelliteId, neighbour: SatelliteId) -> float:
         """Return the light time between neighbours; over a gap, that of the missing links, which is no less."""
-        return self.path_one_way_s(here.plane, *torus.delta(here, there))
+        return self.path_one_way_s(satellite.plane, *torus.delta(satellite, neighbour))
 
-    def route_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
+    def route_one_way_s(self, torus: Torus, start: SatelliteId, target: SatelliteId) -> float:
         if not torus.gaps:
-            return self.path_one_way_s(here.plane, *torus.delta(here, there))
-        return sum(self.hop_one_way_s(torus, *link) for link in pairwise(torus.path(here, there)))
+            return self.path_one_way_s(start.plane, *torus.delta(start, target))
+        return sum(self.hop_one_way_s(torus, *link) for link in pairwise(torus.path(start, target)))
 
     def path_one_way_s(self, plane: int, d_slot: int, d_plane: int) -> float:
         """Return the light time of these links, starting in ``plane``."""

@@ -46,7 +46,7 @@ class Sight(Protocol):
         """True if ``blocked`` can be true."""
         ...
 
-    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+    def blocked(self, satellite: SatelliteId, neighbour: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
         """Return True if the Earth or its atmosphere is between two neighbours."""
         ...
 
@@ -134,13 +134,15 @@ class OrbitSight:
     def longest_s(self) -> float:
         return slant_s(self.shell, reach_cosine(self.shell, self.mask_deg))
 
-    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
-        if not self.any_blocked or here.plane == there.plane:
+    def blocked(self, satellite: SatelliteId, neighbour: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        if not self.any_blocked or satellite.plane == neighbour.plane:
             return False
         shell, (planes, slots) = self.shell, self._pushed(centre, sky_s)
         own_m, target_m = (
             shell.position_m(shell.argument_rad(plane, slot, sky_s), shell.node_rad(plane, sky_s))
-            for plane, slot in (shell.torus.wrap(end.plane - planes, end.slot - slots) for end in (here, there))
+            for plane, slot in (
+                shell.torus.wrap(end.plane - planes, end.slot - slots) for end in (satellite, neighbour)
+            )
         )
         return shell.link_blocked(math.dist(own_m, target_m))
 
@@ -255,7 +257,7 @@ class BoxSight:
             )
         return light_time_s
 
-    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+    def blocked(self, satellite: SatelliteId, neighbour: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
         return False
 
     @property

@@ -93,94 +93,94 @@ class Torus:
         every = [SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)]
         return [satellite for satellite in every if satellite not in self.gaps] if self.gaps else every
 
-    def north(self, here: SatelliteId) -> SatelliteId:
-        return SatelliteId((here.plane - 1) % self.planes, here.slot)
+    def north(self, satellite: SatelliteId) -> SatelliteId:
+        return SatelliteId((satellite.plane - 1) % self.planes, satellite.slot)
 
-    def east(self, here: SatelliteId) -> SatelliteId:
-        return SatelliteId(here.plane, (here.slot + 1) % self.slots_per_plane)
+    def east(self, satellite: SatelliteId) -> SatelliteId:
+        return SatelliteId(satellite.plane, (satellite.slot + 1) % self.slots_per_plane)
 
-    def south(self, here: SatelliteId) -> SatelliteId:
-        return SatelliteId((here.plane + 1) % self.planes, here.slot)
+    def south(self, satellite: SatelliteId) -> SatelliteId:
+        return SatelliteId((satellite.plane + 1) % self.planes, satellite.slot)
 
-    def west(self, here: SatelliteId) -> SatelliteId:
-        return SatelliteId(here.plane, (here.slot - 1) % self.slots_per_plane)
+    def west(self, satellite: SatelliteId) -> SatelliteId:
+        return SatelliteId(satellite.plane, (satellite.slot - 1) % self.slots_per_plane)
 
-    def neighbours(self, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
+    def neighbours(self, satellite: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
         """Return the neighbours north, east, south, west, the order of placements.
 
-        ``here`` takes the place of a neighbour across a seam or too far for a link.
+        ``satellite`` takes the place of a neighbour across a seam or too far for a link.
         """
         if self.gaps:
-            return _over_gaps(self, here)
-        north, south = self.north(here), self.south(here)
+            return _over_gaps(self, satellite)
+        north, south = self.north(satellite), self.south(satellite)
         if self.seam:
-            north = here if here.plane == 0 else north
-            south = here if here.plane == self.planes - 1 else south
-        return north, self.east(here), south, self.west(here)
+            north = satellite if satellite.plane == 0 else north
+            south = satellite if satellite.plane == self.planes - 1 else south
+        return north, self.east(satellite), south, self.west(satellite)
 
-    def delta(self, here: SatelliteId, there: SatelliteId) -> tuple[int, int]:
+    def delta(self, start: SatelliteId, target: SatelliteId) -> tuple[int, int]:
         """Return signed hops ``(d_slot, d_plane)`` of a shortest path; a tie counts as west or north."""
-        d_slot = (there.slot - here.slot) % self.slots_per_plane
+        d_slot = (target.slot - start.slot) % self.slots_per_plane
         if 2 * d_slot >= self.slots_per_plane:
             d_slot -= self.slots_per_plane
         if self.seam:
-            return d_slot, there.plane - here.plane
-        d_plane = (there.plane - here.plane) % self.planes
+            return d_slot, target.plane - start.plane
+        d_plane = (target.plane - start.plane) % self.planes
         if 2 * d_plane >= self.planes:
             d_plane -= self.planes
         return d_slot, d_plane
 
-    def hops(self, here: SatelliteId, there: SatelliteId) -> int:
+    def hops(self, start: SatelliteId, target: SatelliteId) -> int:
         """Return the number of links on a shortest path.
 
         Raises:
             InvalidInput: no path between the two (gaps too wide for links), or a gap.
         """
         if self.gaps:
-            links = _distances(self, there)[self.index(here)]
+            links = _distances(self, target)[self.index(start)]
             if links == _FAR:
-                raise InvalidInput(f"no links lead from {here.label} to {there.label}")
+                raise InvalidInput(f"no links lead from {start.label} to {target.label}")
             return links
-        d_slot, d_plane = self.delta(here, there)
+        d_slot, d_plane = self.delta(start, target)
         return abs(d_slot) + abs(d_plane)
 
     def next_hop(
-        self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy", came_axis: Axis | None = None
+        self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode = "greedy", came_axis: Axis | None = None
     ) -> SatelliteId:
-        """Return the next hop of a packet to ``there``; ``here`` itself on arrival.
+        """Return the next hop of a packet to ``target``; ``satellite`` itself on arrival.
 
         ``greedy`` is the rule of paper §4, planes first, except that a tie, at which the printed rule stops, goes north
         or west. ``alternate`` swaps axes at each hop, which spreads a box's flows evenly over its centre's links. With
         gaps, the hop must be on a shortest path.
         """
         if self.gaps:
-            return self._next_over_gaps(here, there, mode, came_axis)
-        return self._next_hop(here, there, mode, came_axis)
+            return self._next_over_gaps(satellite, target, mode, came_axis)
+        return self._next_hop(satellite, target, mode, came_axis)
 
     def _next_over_gaps(
-        self, here: SatelliteId, there: SatelliteId, mode: RoutingMode, came_axis: Axis | None
+        self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode, came_axis: Axis | None
     ) -> SatelliteId:
-        links_to = _distances(self, there)
-        links = links_to[self.index(here)]
+        links_to = _distances(self, target)
+        links = links_to[self.index(satellite)]
         if links in (0, _FAR):
-            return here
-        nearer = [neighbour for neighbour in self.neighbours(here) if links_to[self.index(neighbour)] == links - 1]
-        usual = self._next_hop(here, there, mode, came_axis)
+            return satellite
+        nearer = [neighbour for neighbour in self.neighbours(satellite) if links_to[self.index(neighbour)] == links - 1]
+        usual = self._next_hop(satellite, target, mode, came_axis)
         return usual if usual in nearer else nearer[0]
 
     def _next_hop(
-        self, here: SatelliteId, there: SatelliteId, mode: RoutingMode, came_axis: Axis | None
+        self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode, came_axis: Axis | None
     ) -> SatelliteId:
-        d_slot, d_plane = self.delta(here, there)
+        d_slot, d_plane = self.delta(satellite, target)
         if d_plane and d_slot:
             along_plane_axis = mode == "greedy" or self._alternate_on_plane_axis(d_slot, d_plane, came_axis)
         else:
             along_plane_axis = d_plane != 0
         if along_plane_axis:
-            return SatelliteId((here.plane + (1 if d_plane > 0 else -1)) % self.planes, here.slot)
+            return SatelliteId((satellite.plane + (1 if d_plane > 0 else -1)) % self.planes, satellite.slot)
         if d_slot:
-            return SatelliteId(here.plane, (here.slot + (1 if d_slot > 0 else -1)) % self.slots_per_plane)
-        return here
+            return SatelliteId(satellite.plane, (satellite.slot + (1 if d_slot > 0 else -1)) % self.slots_per_plane)
+        return satellite
 
     @staticmethod
     def _alternate_on_plane_axis(d_slot: int, d_plane: int, came_axis: Axis | None) -> bool:
@@ -190,15 +190,15 @@ class Torus:
             return abs(d_plane) > abs(d_slot)
         return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that diagonals also spread over the four links
 
-    def path(self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
+    def path(self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
         """Return the satellites on the path, both ends included."""
-        way = [here]
+        way = [satellite]
         came_axis: Axis | None = None
-        while here != there:
-            onward = self.next_hop(here, there, mode, came_axis)
-            came_axis = "slot" if onward.plane == here.plane else "plane"
+        while satellite != target:
+            onward = self.next_hop(satellite, target, mode, came_axis)
+            came_axis = "slot" if onward.plane == satellite.plane else "plane"
             way.append(onward)
-            here = onward
+            satellite = onward
         return way
 
 
@@ -218,39 +218,39 @@ def _living(torus: Torus, cell: SatelliteId) -> SatelliteId:
 
 
 @lru_cache(maxsize=1 << 14)
-def _over_gaps(torus: Torus, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
+def _over_gaps(torus: Torus, satellite: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
 
     def next_along(d_plane: int, d_slot: int, most: int) -> SatelliteId:
         for steps in range(1, most + 1):
-            plane = here.plane + steps * d_plane
+            plane = satellite.plane + steps * d_plane
             if torus.seam and not 0 <= plane < torus.planes:
-                return here
-            candidate = torus.wrap(plane, here.slot + steps * d_slot)
+                return satellite
+            candidate = torus.wrap(plane, satellite.slot + steps * d_slot)
             if candidate not in torus.gaps:
                 return candidate
-        return here
+        return satellite
 
     slots, planes = torus.most_slots, torus.most_planes
     return next_along(-1, 0, planes), next_along(0, 1, slots), next_along(1, 0, planes), next_along(0, -1, slots)
 
 
 @lru_cache(maxsize=2048)
-def _distances(torus: Torus, there: SatelliteId) -> array[int]:
-    """Return the links from each satellite to ``there``, by index."""
+def _distances(torus: Torus, target: SatelliteId) -> array[int]:
+    """Return the links from each satellite to ``target``, by index."""
     links = array("H", [_FAR]) * torus.cells
-    if there not in torus:
+    if target not in torus:
         return links
-    links[torus.index(there)] = 0
-    edge = deque([there])
+    links[torus.index(target)] = 0
+    edge = deque([target])
     while edge:
-        here = edge.popleft()
-        for neighbour in torus.neighbours(here):  # links are symmetric
+        satellite = edge.popleft()
+        for neighbour in torus.neighbours(satellite):  # links are symmetric
             if links[torus.index(neighbour)] == _FAR:
-                links[torus.index(neighbour)] = links[torus.index(here)] + 1
+                links[torus.index(neighbour)] = links[torus.index(satellite)] + 1
                 edge.append(neighbour)
     return links
 
 
-def reached_from(torus: Torus, there: SatelliteId) -> list[SatelliteId]:
-    links_to = _distances(torus, there)
+def reached_from(torus: Torus, start: SatelliteId) -> list[SatelliteId]:
+    links_to = _distances(torus, start)
     return [satellite for satellite in torus.satellites() if links_to[torus.index(satellite)] != _FAR]

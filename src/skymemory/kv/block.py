@@ -123,8 +123,8 @@ def _fold(content: Mapping[int, bytes], count: int, block_tokens: int) -> dict[i
 
 def _check_digest(digest: bytes, what: str) -> None:
     if not isinstance(digest, bytes) or len(digest) != HASH_BYTES:
-        shown = f"{len(digest)} bytes" if isinstance(digest, bytes) else type(digest).__name__
-        raise InvalidInput(f"{what} must be {HASH_BYTES} bytes, got {shown}")
+        actual = f"{len(digest)} bytes" if isinstance(digest, bytes) else type(digest).__name__
+        raise InvalidInput(f"{what} must be {HASH_BYTES} bytes, got {actual}")
 
 
 # --- the layout of a block's keys and values ---

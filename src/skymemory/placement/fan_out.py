@@ -76,8 +76,8 @@ class FanOut:
     def seconds(self, servers: int, chunks: int) -> float:
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S
 
-    def servers(self, chunks: int, value_bytes: int, held: Mapping[int, float]) -> int:
-        """Return the number of servers for a value. ``held``: see ``RadixIndex.bytes_by_servers``."""
+    def servers(self, chunks: int, value_bytes: int, bytes_by_servers: Mapping[int, float]) -> int:
+        """Return the number of servers for a value. ``bytes_by_servers``: see ``RadixIndex.bytes_by_servers``."""
         ranked = self._ranked.get(chunks)
         if ranked is None:
             if len(self._ranked) > 1024:
@@ -85,17 +85,19 @@ class FanOut:
             ranked = tuple(sorted(self.round_trips_s, key=lambda servers: self.seconds(servers, chunks)))
             self._ranked[chunks] = ranked
         most = max(self.round_trips_s)
-        return next((count for count in ranked if count == most or self._has_room(count, value_bytes, held)), most)
+        return next(
+            (count for count in ranked if count == most or self._has_room(count, value_bytes, bytes_by_servers)), most
+        )
 
-    def _has_room(self, servers: int, value_bytes: int, held: Mapping[int, float]) -> bool:
+    def _has_room(self, servers: int, value_bytes: int, bytes_by_servers: Mapping[int, float]) -> bool:
         if value_bytes > servers * _MOST_BYTES:
             return False
         if not self.memory_bytes:
             return True
         room_bytes = self.memory_bytes / self.replicas
         near_bytes = value_bytes / servers + sum(
-            size_bytes / number for number, size_bytes in held.items() if number <= servers
+            size_bytes / number for number, size_bytes in bytes_by_servers.items() if number <= servers
         )
-        others_bytes = sum(size_bytes / number for number, size_bytes in held.items() if number > servers)
+        others_bytes = sum(size_bytes / number for number, size_bytes in bytes_by_servers.items() if number > servers)
         free_bytes = max(room_bytes - others_bytes, room_bytes * _LEAST_SHARE)
         return near_bytes <= min(free_bytes, room_bytes * _NEAR_SHARE)

@@ -227,9 +227,9 @@ class ReplayWindow:
             self._senders.move_to_end(sender)
         return record
 
-    def _forget(self, sender: Sender, seen: _Seen) -> None:
-        self._forgotten[sender] = seen.newest
-        too_old = seen.newest - stamp(_PASSED_US, 0)
+    def _forget(self, sender: Sender, record: _Seen) -> None:
+        self._forgotten[sender] = record.newest
+        too_old = record.newest - stamp(_PASSED_US, 0)
         while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < too_old:
             self._floor = max(self._floor, self._forgotten.popitem(last=False)[1])
 
@@ -249,10 +249,12 @@ _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 class SatelliteGate:
     """Gate of a satellite: admits only authentic and new commands."""
 
-    def __init__(self, authority: Authority, here: Address, counters: Counters, refuse: Refuse, now_s: float) -> None:
+    def __init__(
+        self, authority: Authority, address: Address, counters: Counters, refuse: Refuse, now_s: float
+    ) -> None:
         self._authority = authority
-        self._here = here.pack().to_bytes(4, "big")
-        self._our_beam = Address(here.plane, here.slot, GROUND_SHELL).pack().to_bytes(4, "big")
+        self._here = address.pack().to_bytes(4, "big")
+        self._our_beam = Address(address.plane, address.slot, GROUND_SHELL).pack().to_bytes(4, "big")
         self._counters = counters
         self._refuse = refuse
         self._began_s = now_s

@@ -246,8 +246,8 @@ class SkyMap:
         boxes = (self.placement(code, servers).box_satellites(moves) for code in codes)
         return list(dict.fromkeys(chain.from_iterable(boxes)))
 
-    def links_s(self, here: SatelliteId, there: SatelliteId) -> float:
-        slots, planes = self.torus.delta(here, there)
+    def links_s(self, start: SatelliteId, target: SatelliteId) -> float:
+        slots, planes = self.torus.delta(start, target)
         return abs(slots) * self._links_s[0] + abs(planes) * self._links_s[1]
 
     def centre_at(self, moves: Moves) -> SatelliteId:
@@ -257,8 +257,8 @@ class SkyMap:
 class Locator:
     """Count of moves at a satellite, and the satellite of each placement tag."""
 
-    def __init__(self, here: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
-        self._here = here
+    def __init__(self, own: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
+        self._here = own
         self._sky = sky
         self._clock = clock
         self._homes: dict[bytes, SatelliteId] = {}

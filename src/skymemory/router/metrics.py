@@ -290,12 +290,12 @@ class QueueFigures(Collector):
             rows = ((names, value(counts)) for names, counts in figures)
             return family(kind, f"{self._prefix}_queue_{name}", text, labels, rows)
 
-        yield of(GaugeMetricFamily, "requests", "Queued requests", lambda each: each.requests)
-        yield of(GaugeMetricFamily, "bytes", "Bytes of their bodies", lambda each: each.size_bytes)
-        yield of(CounterMetricFamily, "served", "Requests served after queueing", lambda each: each.served)
-        yield of(CounterMetricFamily, "waited_seconds", "Their queueing time, in total", lambda each: each.waited_s)
+        yield of(GaugeMetricFamily, "requests", "Queued requests", lambda counts: counts.requests)
+        yield of(GaugeMetricFamily, "bytes", "Bytes of their bodies", lambda counts: counts.size_bytes)
+        yield of(CounterMetricFamily, "served", "Requests served after queueing", lambda counts: counts.served)
+        yield of(CounterMetricFamily, "waited_seconds", "Their queueing time, in total", lambda counts: counts.waited_s)
         cancelled = "Queued requests whose client disconnected"
-        yield of(CounterMetricFamily, "cancelled", cancelled, lambda each: each.cancelled)
+        yield of(CounterMetricFamily, "cancelled", cancelled, lambda counts: counts.cancelled)
         refused = "Queued requests that were refused, by reason"
         rows = (((*names, reason), count) for names, counts in figures for reason, count in counts.refused.items())
         yield family(CounterMetricFamily, f"{self._prefix}_queue_refused", refused, (*labels, "reason"), rows)

@@ -83,8 +83,8 @@ def unknown(path: str) -> ApiError:
     for known, why in _HINTS.items():
         if path == known or path.startswith(known + "/"):
             return ApiError(404, why)
-    shown = path if len(path) <= 100 else path[:100] + "…"
-    return ApiError(404, f"the router does not serve {shown}; {_SERVED}")
+    short_path = path if len(path) <= 100 else path[:100] + "…"
+    return ApiError(404, f"the router does not serve {short_path}; {_SERVED}")
 
 
 def is_known_end(path: str) -> bool:

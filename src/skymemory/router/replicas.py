@@ -187,10 +187,10 @@ class RedisReplicas:
     async def _apply(self, fields: dict[bytes, bytes]) -> None:
         payload = fields.get(b"deltas", b"")
         if self._keys is not None:
-            key_id, given = fields.get(b"key", b""), fields.get(b"mac", b"")
+            key_id, mac = fields.get(b"key", b""), fields.get(b"mac", b"")
             key = self._keys.find(int(key_id) if key_id.isdigit() and len(key_id) <= _KEY_ID_DIGITS else 0)
             expected = key and _mac(key.derive(_PURPOSE), self._stream, fields.get(b"from", b""), payload)
-            if not expected or not hmac.compare_digest(expected, given):
+            if not expected or not hmac.compare_digest(expected, mac):
                 self.status.refused += 1
                 return
         try:
@@ -228,7 +228,7 @@ def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
         yield bytes(payload), count
 
 
-def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    while found and isinstance(found[0], list):
-        found = found[0]
-    return [] if found is None else [(number, fields) for number, fields in found]
+def _flat(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    while reply and isinstance(reply[0], list):
+        reply = reply[0]
+    return [] if reply is None else [(number, fields) for number, fields in reply]

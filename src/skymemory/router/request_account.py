@@ -406,8 +406,8 @@ def _last_usage(line: bytes) -> _ReportedUsage | None:
         return None
 
 
-def _checked(found: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
-    prompt, of_prompt, output = found.prompt, found, found.output
+def _checked(usage: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
+    prompt, of_prompt, output = usage.prompt, usage, usage.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first
     cached = of_prompt.cached

@@ -29,9 +29,9 @@ def to_json(ring: KeyRing) -> str:
     return json.dumps({"version": FORMAT_VERSION, "keys": keys}, indent=1) + "\n"
 
 
-def _key(found: Any, where: str) -> SecretKey:
-    match found:
-        case {"id": int(key_id), "key": str(text), "from_s": int(from_s) | float(from_s)} if len(found) == 3:
+def _key(entry: Any, where: str) -> SecretKey:
+    match entry:
+        case {"id": int(key_id), "key": str(text), "from_s": int(from_s) | float(from_s)} if len(entry) == 3:
             try:
                 return SecretKey(key_id, bytes.fromhex(text), float(from_s))
             except OverflowError:

@@ -317,9 +317,9 @@ _OF_THE_WHOLE: dict[str, tuple[str, Reader]] = {
 }
 
 
-def _read(given: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[str, Any]:
+def _read(table: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[str, Any]:
     settings = {}
-    for name, value in given.items():
+    for name, value in table.items():
         if name not in known:
             raise InvalidInput(f"unknown setting {name!r}, expected {', '.join(known)}")
         field, reader = known[name]
@@ -330,18 +330,18 @@ def _read(given: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[s
     return settings
 
 
-def _tier(given: dict[str, Any]) -> PlannedTier:
-    address = given.pop("store", None)
+def _tier(table: dict[str, Any]) -> PlannedTier:
+    address = table.pop("store", None)
     if not isinstance(address, str):
         raise InvalidInput('a tier without store; expected an address, such as store = "memory://4GiB"')
-    settings = {"local": address.partition(":")[0].partition("?")[0] == "memory", **_read(given, _OF_A_TIER)}
+    settings = {"local": address.partition(":")[0].partition("?")[0] == "memory", **_read(table, _OF_A_TIER)}
     return PlannedTier(address, TierSettings(**settings))
 
 
-def _plan(whole: dict[str, Any], tiers: Any) -> HierarchyPlan:
+def _plan(table: dict[str, Any], tiers: Any) -> HierarchyPlan:
     if not isinstance(tiers, list) or not tiers or not all(isinstance(tier, dict) for tier in tiers):
         raise InvalidInput('no tiers; expected some, the nearest first: [[tier]] with store = "memory://4GiB", ...')
-    settings = HierarchySettings(**_read(whole, _OF_THE_WHOLE))
+    settings = HierarchySettings(**_read(table, _OF_THE_WHOLE))
     planned = []
     for number, tier in enumerate(tiers, 1):
         try:

@@ -128,8 +128,8 @@ class PlaceSight:
     def any_blocked(self) -> bool:
         return self.box.any_blocked
 
-    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
-        return self.box.blocked(here, there, centre, sky_s)
+    def blocked(self, satellite: SatelliteId, neighbour: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        return self.box.blocked(satellite, neighbour, centre, sky_s)
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
         plane, slot = self.box.track.cell_at(sky_s)

@@ -60,13 +60,13 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
+def _check_keys(table: Mapping[str, Any], kind: type, where: str) -> None:
     """Refuse unknown and missing keys: an ignored typo would start another constellation."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.compare}
-    for key in found:
+    for key in table:
         if key not in fields:
             raise InvalidInput(f"{where}: unknown key {key!r}; {suggestion(key, fields)}")
-    missing = [name for name, field in fields.items() if name not in found and _is_required(field)]
+    missing = [name for name, field in fields.items() if name not in table and _is_required(field)]
     if missing:
         raise InvalidInput(f"{where}: missing {', '.join(missing)}")
 
@@ -74,12 +74,12 @@ def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
-def _check_types(found: Mapping[str, Any], kind: type, where: str) -> None:
+def _check_types(table: Mapping[str, Any], kind: type, where: str) -> None:
     for field in dataclasses.fields(kind):
         expected = _TYPES.get(str(field.type))
-        if field.name not in found or expected is None:
+        if field.name not in table or expected is None:
             continue
-        value = found[field.name]
+        value = table[field.name]
         if not isinstance(value, expected) or isinstance(value, bool):
             wanted = "a number" if float in expected else str(field.type)
             raise InvalidInput(f"{where}: {field.name} is {value!r}: expected {wanted}")

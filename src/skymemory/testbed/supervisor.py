@@ -183,12 +183,12 @@ def start(
 def revive(
     directory: RunDirectory,
     gate: SignalGate | None = None,
-    kept: list[Child] | None = None,
+    attached_children: list[Child] | None = None,
     wrong: Collection[str] = (),
 ) -> list[str]:
     """Restart this computer's dead and ``wrong`` hosts, all or none; return their names when they listen.
 
-    They start empty, and learn moves from neighbours. Children stay attached if ``kept``.
+    They start empty, and learn moves from neighbours. Children stay attached, in ``attached_children`` if given.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
@@ -205,11 +205,11 @@ def revive(
                 check_host_ports(plan, host)
                 children.append(spawn(host, directory.plan_path, directory))
             _await_ready(children, plan, directory, gate)
-            if kept is None:
+            if attached_children is None:
                 for child in children:
                     child.release()
             else:
-                kept.extend(children)
+                attached_children.extend(children)
             undo.pop_all()
     return [host.name for host in dead]
 

@@ -194,9 +194,9 @@ class SimulatedConstellation:
             self.hosts.append(host)
             self._host_of.update(dict.fromkeys(names, host))
 
-    def _new_satellite(self, here: SatelliteId) -> SatelliteMachine:
+    def _new_satellite(self, satellite: SatelliteId) -> SatelliteMachine:
         config = SatelliteConfig(
-            here,
+            satellite,
             self._memory_bytes,
             self._routing,
             replacement=self._replacement,
@@ -208,11 +208,11 @@ class SimulatedConstellation:
             timeout_s = handover_timeout_s(config.handover_timeout_s, self.queues.links)
             config = replace(config, handover_timeout_s=timeout_s)
         if self._limits is not None:
-            longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
+            longest_s = max(self._delay_s(satellite, neighbour) for neighbour in self.sky.torus.neighbours(satellite))
             config = replace(
                 config, credit_bytes=self._limits.buffer_bytes // 2, neighbour_timeout_s=PATIENCE_S + 2 * longest_s
             )
-        clock, lateness = self._clocks.get(here, self.clock), self._lateness.get(here)
+        clock, lateness = self._clocks.get(satellite, self.clock), self._lateness.get(satellite)
         return self._new_machine(config, self.sky, clock, self.now_s, lateness)
 
     def kill(self, satellite: SatelliteId) -> None:
@@ -248,17 +248,17 @@ class SimulatedConstellation:
         for satellite in [candidate for candidate in self.satellites if candidate.plane == plane]:
             self.revive(satellite)
 
-    def cut(self, one: Node, other: Node) -> None:
+    def cut(self, node: Node, other: Node) -> None:
         """Cut a link in both directions. Packets in flight arrive."""
         self.flush()
-        self._cut.add(frozenset((one, other)))
+        self._cut.add(frozenset((node, other)))
 
-    def mend(self, one: Node, other: Node) -> None:
-        self._cut.discard(frozenset((one, other)))
+    def mend(self, node: Node, other: Node) -> None:
+        self._cut.discard(frozenset((node, other)))
 
-    def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
+    def spoil(self, node: Node, other: Node, faults: FaultInjector | None) -> None:
         """Inject faults on this link, too."""
-        link = frozenset((one, other))
+        link = frozenset((node, other))
         if faults is None:
             self._link_faults.pop(link, None)
         else:
@@ -581,13 +581,13 @@ class SimulatedConstellation:
             self._clients[receiver].receive_batch(memoryview(train.data)[begin:end], size, self.now_s)
 
     def _serve(
-        self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
+        self, satellite: SatelliteId, data: bytearray, run: native.Slot, source: Node
     ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
         """Let a satellite serve plain requests and transit, counting hops in ``data``.
 
         Return True if the machine must see the run, and the packets that leave now.
         """
-        machine, now_s = self.satellites[here], self.now_s
+        machine, now_s = self.satellites[satellite], self.now_s
         requests = None if self._authority is not None else machine.plain_requests(now_s)
         if requests is None:
             return True, []
@@ -608,7 +608,7 @@ class SimulatedConstellation:
                 width = len(headers) // (len(payloads) if payloads else 1)
                 outgoing.append((SegmentBatch(headers, width, payloads), link))
         if machine.wants_to_send:
-            self._touched[here] = None
+            self._touched[satellite] = None
         return bool(unserved), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:

@@ -386,11 +386,11 @@ class SimulatedHost:
             self._filled.pop(satellite, None)
         self._turn.appendleft(partial(self._after, satellite))
 
-    def _deliver_late(self, held: _Held) -> None:
-        if held.satellite in self.machines:
+    def _deliver_late(self, delivery: _Held) -> None:
+        if delivery.satellite in self.machines:
             self._spend("wake_s")
-            self._take(held.satellite, bytes(held.batch.headers), held.batch.header_bytes, held.other)
-            self._after(held.satellite)
+            self._take(delivery.satellite, bytes(delivery.batch.headers), delivery.batch.header_bytes, delivery.other)
+            self._after(delivery.satellite)
 
     def _take(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd) -> None:
         machine = self.machines[satellite]

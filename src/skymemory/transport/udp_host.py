@@ -106,15 +106,15 @@ class UdpSatellite:
         if unsent is not None:
             self.wait_to_send(unsent, endpoint)
 
-    def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
+    def wait_to_send(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
         """Queue what the kernel did not take, within a bound."""
         if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
-            self.machine.counters.add("packets_dropped", rest.count)
+            self.machine.counters.add("packets_dropped", batch.count)
             return
         if not self._backlog:
             self._loop.add_writer(self.sock.fileno(), self._writable)
-        self._backlog.append((endpoint, rest))
-        self.machine.backlog_bytes += rest.total_bytes
+        self._backlog.append((endpoint, batch))
+        self.machine.backlog_bytes += batch.total_bytes
 
     def _writable(self) -> None:
         while self._backlog:
@@ -286,14 +286,14 @@ class UdpHost:
         return requests, (*routes, self._elsewhere) if routes is not None else None
 
     def _carried(
-        self, satellite: UdpSatellite, served: list[native.Served], passed: list[native.Passed], now_s: float
+        self, satellite: UdpSatellite, served: list[native.Served], forwarded: list[native.Passed], now_s: float
     ) -> None:
         """Account for what was served and sent on; hand over or queue the rest."""
         machine, address = satellite.machine, satellite.machine.config.address
         to_hand_over: dict[SatelliteId, list[native.Slot]] = {}
-        if passed:
-            machine.record_passed(passed, now_s)
-            for _, _, link, _, unsent in passed:
+        if forwarded:
+            machine.record_passed(forwarded, now_s)
+            for _, _, link, _, unsent in forwarded:
                 if unsent and link in self._satellites:
                     to_hand_over.setdefault(link, []).extend(unsent)
                 else:
@@ -408,22 +408,22 @@ class UdpHost:
         if machine.wants_work:
             self._want_slice(satellite)
 
-    def _is_blocked(self, here: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
+    def _is_blocked(self, satellite: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
         assert self._blocks is not None
-        return self._blocks.blocked(here, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
+        return self._blocks.blocked(satellite, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
 
-    def _hop_s(self, here: SatelliteId, to: SatelliteId) -> float:
+    def _hop_s(self, satellite: SatelliteId, to: SatelliteId) -> float:
         if self._over_gaps:
-            return self.spec.shell.hop_one_way_s(self.spec.sky.torus, here, to) * self.spec.delay_scale
-        return self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
+            return self.spec.shell.hop_one_way_s(self.spec.sky.torus, satellite, to) * self.spec.delay_scale
+        return self._link_s["slot"] if to.plane == satellite.plane else self._plane_link_s(satellite.plane, to.plane)
 
-    def _longest_link_s(self, here: SatelliteId) -> float:
+    def _longest_link_s(self, satellite: SatelliteId) -> float:
         if self._over_gaps:
-            return max(self._hop_s(here, neighbour) for neighbour in self.spec.sky.torus.neighbours(here))
+            return max(self._hop_s(satellite, neighbour) for neighbour in self.spec.sky.torus.neighbours(satellite))
         return max(self._link_s["slot"], *self._plane_links_s)
 
-    def _plane_link_s(self, here: int, there: int) -> float:
-        first = here if (there - here) % self.spec.sky.torus.planes == 1 else there
+    def _plane_link_s(self, plane: int, other_plane: int) -> float:
+        first = plane if (other_plane - plane) % self.spec.sky.torus.planes == 1 else other_plane
         return self._plane_links_s[first]
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
@@ -504,9 +504,9 @@ class UdpHost:
             cached = self._beams_s[seen_by] = at, one_way_s * self.spec.delay_scale
         return cached[1]
 
-    def _elevation_deg(self, here: SatelliteId, host: object, now_s: float) -> float:
+    def _elevation_deg(self, satellite: SatelliteId, host: object, now_s: float) -> float:
         sky_s, moves = self.spec.clock.sky_s(now_s), self.spec.clock.moves(now_s)
-        one_way_s = self._sight_of(host).one_way_s(here, self.spec.sky.centre_at(moves), sky_s)
+        one_way_s = self._sight_of(host).one_way_s(satellite, self.spec.sky.centre_at(moves), sky_s)
         return elevation_deg(self.spec.shell.altitude_m, one_way_s)
 
     def _release_due(self) -> None:

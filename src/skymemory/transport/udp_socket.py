@@ -172,9 +172,11 @@ class BatchSocket:
     ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
         """Serve runs from another socket of this thread."""
         view = _scratch(self._slots)
-        kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
+        unserved, served, errors, forwarded = native.serve_runs(
+            self._socket.fileno(), view, runs, source, *requests, transit
+        )
         self.send_errors += errors
-        return kept, served, passed
+        return unserved, served, forwarded
 
     @staticmethod
     def received(runs: Iterable[native.Slot]) -> list[native.Run]:

@@ -22,7 +22,7 @@ def test_it_begins_with_what_comes_first() -> None:
 
 
 def test_a_gap_holds_what_follows_until_it_is_filled_or_given_up() -> None:
-    order = Order(held=3)
+    order = Order(most_held=3)
     order.offer(0, b"0")
     taken(order)
     order.offer(2, b"2")

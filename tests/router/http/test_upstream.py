@@ -76,11 +76,11 @@ class Asked:
         assert self.head is None and not self.over.done()
         self.head = head
 
-    def response_data(self, piece: bytes, ended: bool) -> None:
+    def response_data(self, piece: bytes, at_end: bool) -> None:
         assert self.head is not None and not self.over.done()
         self.body += piece
         self.first.set()
-        if ended:
+        if at_end:
             self.over.set_result(self.body)
 
     def response_failed(self, error: UpstreamError) -> None:

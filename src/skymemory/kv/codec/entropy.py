@@ -273,8 +273,8 @@ def snap(scaled: Floats) -> Snapped:
     shifts = (phases / np.float32(PHASES)).astype(np.float32)[:, None]
     quotients = np.rint(scaled - shifts).astype(np.int32)
     sides = _sides(quotients)
-    apart = int(np.count_nonzero(sides))
-    outward = float((sides * (quotients + shifts - scaled)).sum(dtype=np.float64)) / max(1, apart)
+    off_centre_count = int(np.count_nonzero(sides))
+    outward = float((sides * (quotients + shifts - scaled)).sum(dtype=np.float64)) / max(1, off_centre_count)
     return Snapped(quotients, phases, min(MAX_PULL, max(0, round(outward * _PULL_PARTS))))
 
 

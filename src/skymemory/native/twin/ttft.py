@@ -398,5 +398,5 @@ def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequenc
     ) / determinant
 
 
-def _product(one: Sequence[float], other: Sequence[float]) -> float:
-    return _sum([a * b for a, b in zip(one, other, strict=True)])
+def _product(vector: Sequence[float], other: Sequence[float]) -> float:
+    return _sum([a * b for a, b in zip(vector, other, strict=True)])

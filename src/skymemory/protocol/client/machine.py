@@ -352,20 +352,20 @@ class ClientMachine:
         report.requests, report.seconds = 1, now_s - begun_s
         return Finished(0, True, report, b"", info)
 
-    def _take_over(self, transfer: Transfer, op: Op, plain: PlainRead | PlainWrite) -> int:
-        operation, info = self._register(transfer, transfer.report, plain.begun_s), transfer.info
+    def _take_over(self, transfer: Transfer, op: Op, plain_transfer: PlainRead | PlainWrite) -> int:
+        operation, info = self._register(transfer, transfer.report, plain_transfer.begun_s), transfer.info
         request = self._in_flight.begin(
             operation,
-            plain.satellite,
+            plain_transfer.satellite,
             op,
             range(info.chunks),
             b"",
             info.chunks * (info.chunk_bytes + CHUNK_OVERHEAD_BYTES),
-            plain.moves,
-            plain.begun_s,
-            plain.request_id,
+            plain_transfer.moves,
+            plain_transfer.begun_s,
+            plain_transfer.request_id,
         )
-        request.sent_s = plain.begun_s
+        request.sent_s = plain_transfer.begun_s
         return operation.number
 
     def put(

@@ -269,8 +269,8 @@ class ReadTransfer:
         news.
         """
 
-    def on_chunks_placed(self, placed: int, duplicates: int, corrupt: int) -> None:
-        self.missing -= placed
+    def on_chunks_placed(self, chunks: int, duplicates: int, corrupt: int) -> None:
+        self.missing -= chunks
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
         self._resume_aside()
@@ -340,13 +340,13 @@ class ReadTransfer:
     def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
         return dict.fromkeys(self._where(moves)[server] for moves in at)
 
-    def _get_other_places(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
+    def _get_other_places(self, index: int, satellite: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
         places = self._places(index % self.info.servers, nearby)
-        other_places = [place for place in places if place != asked]
+        other_places = [place for place in places if place != satellite]
         return deque([*other_places, next(iter(places))] if other_places else [])
 
     def redirect(
-        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", others: StandIns | None = None
+        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", stand_ins: StandIns | None = None
     ) -> bool:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
@@ -359,9 +359,9 @@ class ReadTransfer:
             if self.arrived[index]:
                 continue
             if search is None or search.silent is None:
-                if others is None:
+                if stand_ins is None:
                     return False
-                search = self._stand_ins(index, satellite, failure, others)
+                search = self._stand_ins(index, satellite, failure, stand_ins)
                 for place in search.silent or ():
                     bursts.setdefault(place, []).append(index)
             assert search.silent is not None
@@ -372,10 +372,10 @@ class ReadTransfer:
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         return True
 
-    def _stand_ins(self, index: int, silent: SatelliteId, failure: str, others: StandIns) -> _Search:
-        at = others.at()
+    def _stand_ins(self, index: int, silent: SatelliteId, failure: str, stand_ins: StandIns) -> _Search:
+        at = stand_ins.at()
         known_places = self._places(index % self.info.servers, at)
-        places = [place for place in known_places if place != silent and not others.quiet(place)]
+        places = [place for place in known_places if place != silent and not stand_ins.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
         search.silence = self._failures.setdefault(silent, failure)
@@ -394,14 +394,14 @@ class ReadTransfer:
             failures.add(failure)
         return min(failures, key=lambda reason: (reason == "timeout", reason != "unreachable", reason))
 
-    def avoid(self, suspects: Suspects, others: StandIns) -> bool:
+    def avoid(self, suspects: Suspects, stand_ins: StandIns) -> bool:
         """Ask the stand-ins of silent satellites first. Return False without stand-ins."""
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
             one_of_many = self.is_one_of_many(burst.indices)
             if burst.satellite in suspects and not one_of_many:
                 self._sought.update(burst.indices)
-                if not self.redirect(burst.indices, burst.satellite, "unreachable", others):
+                if not self.redirect(burst.indices, burst.satellite, "unreachable", stand_ins):
                     return False
             elif one_of_many or not self._sought.isdisjoint(burst.indices):
                 self.pending.append(burst)  # not put aside: what is put aside waits for it
@@ -487,7 +487,7 @@ class WriteTransfer:
             return refs[chosen].tobytes(), self.payloads[chosen]
         return refs[indices].tobytes(), [self.payloads[index] for index in indices]
 
-    def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
+    def of_request(self, indices: Sequence[int], request_indices: Sequence[int]) -> Sequence[int]:
         """Return the chunks of a request that an answer's ``indices`` mean."""
         return indices
 
@@ -542,14 +542,14 @@ class ReplicatedRead(ReadTransfer):
                 self.pending.extend(planned(info.chunks, copy(moves), info.servers, burst_chunks)[0])
 
     def redirect(
-        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", others: StandIns | None = None
+        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", stand_ins: StandIns | None = None
     ) -> bool:
         self._failed.add(satellite)
         if super().redirect(indices, satellite):
             return True
         bursts = self._elsewhere(indices, satellite)
         if bursts is None:
-            return super().redirect(indices, satellite, failure, others)
+            return super().redirect(indices, satellite, failure, stand_ins)
         self.pending.extendleft(bursts)
         return True
 
@@ -576,9 +576,9 @@ class ReplicatedRead(ReadTransfer):
             wanted.setdefault(other, []).append(index)
         return [Burst(other, chunks) for other, chunks in wanted.items()]
 
-    def _get_other_places(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
+    def _get_other_places(self, index: int, satellite: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
         places = self._places(index % self.info.servers, nearby)
-        other_places = [place for place in places if place != asked and place not in self._failed]
+        other_places = [place for place in places if place != satellite and place not in self._failed]
         return deque([*other_places, next(iter(places))] if other_places else [])
 
     def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
@@ -594,9 +594,9 @@ class ReplicatedWrite(WriteTransfer):
     __slots__ = ()
 
     @classmethod
-    def of_copies(cls, one: WriteTransfer, copies: Sequence[Where], moves: Moves) -> ReplicatedWrite:
-        chunks, servers = one.info.chunks, one.info.servers
-        refs = np.concatenate([_rows(one.refs)] * len(copies))
+    def of_copies(cls, transfer: WriteTransfer, copies: Sequence[Where], moves: Moves) -> ReplicatedWrite:
+        chunks, servers = transfer.info.chunks, transfer.info.servers
+        refs = np.concatenate([_rows(transfer.refs)] * len(copies))
         pending: list[Burst] = []
         for replica, copy in enumerate(copies):
             first = replica * chunks
@@ -604,14 +604,20 @@ class ReplicatedWrite(WriteTransfer):
             for satellite, indices, _ in planned(chunks, copy(moves), servers, WRITE_BURST_CHUNKS)[0]:
                 pending.append(Burst(satellite, range(indices[0] + first, indices[-1] + first + 1, servers)))
         total = chunks * len(copies)
-        one.report.satellites = len({burst.satellite for burst in pending})
-        payloads = list(one.payloads) * len(copies)
+        transfer.report.satellites = len({burst.satellite for burst in pending})
+        payloads = list(transfer.payloads) * len(copies)
         return cls(
-            one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), report=one.report
+            transfer.info,
+            refs.tobytes(),
+            payloads,
+            bytearray(total),
+            total,
+            WaitingBursts(pending),
+            report=transfer.report,
         )
 
-    def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
-        first = asked[0] - asked[0] % self.info.chunks
+    def of_request(self, indices: Sequence[int], request_indices: Sequence[int]) -> Sequence[int]:
+        first = request_indices[0] - request_indices[0] % self.info.chunks
         if isinstance(indices, range):
             return range(indices.start + first, indices.stop + first, indices.step)
         return [index + first for index in indices if index < self.info.chunks]

@@ -103,8 +103,8 @@ def unpack_checks(body: Buffer) -> list[Check]:
     return checks
 
 
-def pack_found(found: Sequence[CheckResult]) -> bytes:
-    return pack_verdicts(found)
+def pack_found(results: Sequence[CheckResult]) -> bytes:
+    return pack_verdicts(results)
 
 
 def unpack_found(body: Buffer) -> list[CheckResult]:
@@ -232,7 +232,7 @@ class Replicas:
         further = (ref.tag.server + distance) % min(ref.tag.servers, ref.chunks)
         shares = [*self._not_whole(packed, before is None), Check.of(packed, further)]
         wanted = dict.fromkeys(shares if self.missing(shares[-1]) else shares[:-1])
-        return [(check, others) for check in wanted if (others := self.get_other_places(packed, check.server, before))]
+        return [(check, places) for check in wanted if (places := self.get_other_places(packed, check.server, before))]
 
     def find_incomplete_shares(
         self, packed: bytes, before: Moves | None = None
@@ -340,9 +340,9 @@ class LossProofs:
             for at in range(0, len(place_questions), MAX_CHECKS_PER_PACKET):
                 self._ask(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
-    def _ask(self, place: SatelliteId, asked: Sequence[tuple[_Case, Check]], now_s: float) -> None:
+    def _ask(self, place: SatelliteId, questions: Sequence[tuple[_Case, Check]], now_s: float) -> None:
         def on_answer(answer: CheckAnswer, answered_s: float) -> None:
-            for (case, check), what in zip(asked, answer.found, strict=True):
+            for (case, check), what in zip(questions, answer.found, strict=True):
                 if check.server not in case.left:
                     continue
                 if what is CheckResult.WHOLE:
@@ -353,7 +353,7 @@ class LossProofs:
                     case.left[check.server].discard(place)
                     self._judge(case, answered_s)
 
-        self._checks.ask(place, [check for _, check in asked], on_answer, now_s, PROOF_S)
+        self._checks.ask(place, [check for _, check in questions], on_answer, now_s, PROOF_S)
 
     def _judge(self, case: _Case, now_s: float) -> None:
         lost = [index for index, places in case.left.items() if not places]

@@ -151,7 +151,7 @@ class ChunkHandover:
 
     # --- Plan and queue ---
 
-    def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
+    def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], own: SatelliteId) -> list[AsCopy]:
         """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
 
         Return chunks that were to leave as another copy, whose new destination is not known here.
@@ -174,7 +174,7 @@ class ChunkHandover:
         self.chunks_planned += len(store)
         for tag, names in names_by_tag(store.shares).items():
             destination = where(tag)
-            if destination == here:
+            if destination == own:
                 for name in names if self._copied else ():
                     self._copied.pop(name, None)
             else:
@@ -314,8 +314,8 @@ class ChunkHandover:
     def _fresh_from_s(self) -> float:
         return max(self.fresh_from_s, self._pacer.next_s)
 
-    def forget(self, burst: MigrateBurst, gone: Iterable[Leaving]) -> None:
-        absent = set(gone)
+    def forget(self, burst: MigrateBurst, names: Iterable[Leaving]) -> None:
+        absent = set(names)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
             self._in_flight.pop(burst.request_id, None)
@@ -427,9 +427,9 @@ class ChunkHandover:
         return min(times) if times else None
 
 
-def phase_of(here: SatelliteId) -> float:
+def phase_of(satellite: SatelliteId) -> float:
     """Return a satellite's position in its gap, 0 … 1: multiples of the golden ratio keep a row or column apart."""
-    return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
+    return (satellite.plane * _GOLDEN + satellite.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
 class Pacer:

@@ -309,9 +309,9 @@ class SatelliteMachine:
         """Return next hops and beams until the next call, if nothing is postponed."""
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
-    def record_passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
+    def record_passed(self, forwarded: Sequence[native.Passed], now_s: float) -> None:
         packets = 0
-        for source, ground, link, passed_packets, _ in passed:
+        for source, ground, link, passed_packets, _ in forwarded:
             packets += passed_packets
             if not isinstance(source, SatelliteId):
                 self._router.remember(ground, source)

@@ -362,15 +362,15 @@ class ChunkStore:
             (self._replacement.on_handover if migrated else self._replacement.on_store_or_touch)(key)
 
 
-def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
+def _coming_bytes(ref: ChunkRef, stored_indices: Collection[int]) -> int:
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
-    missing = len(part) - sum(at in part for at in here) - 1
+    missing = len(part) - sum(at in part for at in stored_indices) - 1
     if missing <= 0:
         return 0
     full_bytes = ref.length_bytes if ref.index < last else max(0, ref.value_bytes - ref.length_bytes) // last
     short_bytes = 0
-    if last in part and last != ref.index and last not in here:
+    if last in part and last != ref.index and last not in stored_indices:
         short_bytes = min(max(0, full_bytes * ref.chunks - ref.value_bytes), full_bytes)
     return missing * (full_bytes + CHUNK_REF_BYTES) - short_bytes
 

@@ -133,13 +133,13 @@ class Outbox:
 
     # --- Commands and notifications of this satellite ---
 
-    def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
-        header = self._header(op, Address(*there), request_id)
+    def command(self, op: Op, target: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
+        header = self._header(op, Address(*target), request_id)
         packet = build_packet(header, body, self._take_sequence(1), now_s)
         self._send(single(packet), header.destination, now_s)
 
-    def migrate(self, there: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
-        header = self._header(Op.MIGRATE, Address(*there), request_id, microseconds(now_s) & 0xFFFFFFFF)
+    def migrate(self, target: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
+        header = self._header(Op.MIGRATE, Address(*target), request_id, microseconds(now_s) & 0xFFFFFFFF)
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
@@ -164,7 +164,7 @@ class Outbox:
     def _header(
         self,
         op: Op,
-        there: Address,
+        target: Address,
         request_id: int = 0,
         timestamp_us: int = 0,
         ground: int = 0,
@@ -174,7 +174,7 @@ class Outbox:
         slot_moves, plane_moves = self._locator.moves
         return SkyHeader(
             op,
-            there,
+            target,
             self._address,
             ground,
             request_id,

@@ -144,23 +144,23 @@ class Retention:
 
     # --- Pins, leases and expiries follow the chunks ---
 
-    def handed_over(self, there: SatelliteId, key: bytes, now_s: float) -> None:
+    def handed_over(self, target: SatelliteId, key: bytes, now_s: float) -> None:
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:
-                self._transfer(there, pack_retain(what, until_s, [key]), now_s)
+                self._transfer(target, pack_retain(what, until_s, [key]), now_s)
         if key in self._store.leases:  # sent once: a lost lease costs at most a miss
             until_s = max(self._store.leases[key].values())
-            self._outbox.command(Op.RETAIN, there, 0, pack_retain(Retain.LEASE, until_s, [key]), now_s)
+            self._outbox.command(Op.RETAIN, target, 0, pack_retain(Retain.LEASE, until_s, [key]), now_s)
 
-    def _transfer(self, there: SatelliteId, body: bytes, now_s: float) -> None:
-        if (there, body) in self._awaited:
+    def _transfer(self, target: SatelliteId, body: bytes, now_s: float) -> None:
+        if (target, body) in self._awaited:
             return
-        self._awaited.add((there, body))
+        self._awaited.add((target, body))
         number = self._next_request_id
         self._next_request_id = 0x40000000 | (number + 1) & 0x3FFFFFFF
-        self._transfers[number] = _RetainTransfer(there, body, now_s + _REPEAT_S)
-        self._outbox.command(Op.RETAIN, there, number, body, now_s)
+        self._transfers[number] = _RetainTransfer(target, body, now_s + _REPEAT_S)
+        self._outbox.command(Op.RETAIN, target, number, body, now_s)
 
     def _repeat(self, number: int, now_s: float) -> None:
         transfer = self._transfers.pop(number)

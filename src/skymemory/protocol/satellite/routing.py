@@ -33,9 +33,9 @@ _CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": 
 class Router:
     """Routing at a satellite. A ground host is reached by its last packet's link."""
 
-    def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
+    def __init__(self, own: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
         self._links = links or LinkState(torus)
-        self._here = here
+        self._here = own
         self._torus = torus
         self._mode = mode
         self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
@@ -83,13 +83,13 @@ class Router:
         packets = native.count_hops(view, segment_bytes)
         return Status.HOP_LIMIT if packets is None else (SegmentBatch(packets, segment_bytes), onward)
 
-    def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
+    def _onward(self, target: SatelliteId, came_axis: Axis | None = None) -> SatelliteId | None:
         next_hops, _ = self.known()
-        key = there.plane << 12 | there.slot | _CAME[came]
+        key = target.plane << 12 | target.slot | _CAME[came_axis]
         onward = next_hops.get(key)
         if onward is None:
-            greedy = self._torus.next_hop(self._here, there, self._mode, came)
-            onward = greedy if self._links.clear else self._links.onward(self._here, there, greedy)
+            greedy = self._torus.next_hop(self._here, target, self._mode, came_axis)
+            onward = greedy if self._links.clear else self._links.onward(self._here, target, greedy)
             if onward is not None:
                 next_hops[key] = onward
         return onward
@@ -182,8 +182,8 @@ class _Grid(dict[SatelliteId, _Four]):
     def __init__(self, torus: Torus) -> None:
         self._torus = torus
 
-    def __missing__(self, here: SatelliteId) -> _Four:
-        neighbours = self[here] = self._torus.neighbours(here)
+    def __missing__(self, satellite: SatelliteId) -> _Four:
+        neighbours = self[satellite] = self._torus.neighbours(satellite)
         return neighbours
 
 
@@ -270,34 +270,34 @@ class LinkState:
             self._next_expiry_s = min(map(_end_s, self._declared.values()), default=math.inf)
         return self._next_expiry_s
 
-    def is_up(self, here: SatelliteId, neighbour: SatelliteId) -> bool:
-        return (here, neighbour) not in self._down
+    def is_up(self, satellite: SatelliteId, neighbour: SatelliteId) -> bool:
+        return (satellite, neighbour) not in self._down
 
-    def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
+    def onward(self, satellite: SatelliteId, target: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
         """Return the next hop: ``greedy`` if it is on a shortest path, or if no path is known and its link is up."""
-        nearer = self._nearer(here, there)
+        nearer = self._nearer(satellite, target)
         if nearer:
             return greedy if greedy in nearer else nearer[0]
-        return greedy if self.is_up(here, greedy) else None
+        return greedy if self.is_up(satellite, greedy) else None
 
-    def _nearer(self, here: SatelliteId, there: SatelliteId) -> list[SatelliteId]:
-        tree = self._trees.get(here)
+    def _nearer(self, satellite: SatelliteId, target: SatelliteId) -> list[SatelliteId]:
+        tree = self._trees.get(satellite)
         if tree is None:
-            tree = self._grow(here)
-        links = tree.get(there, 0)
-        living = self._living(here, links)
+            tree = self._grow(satellite)
+        links = tree.get(target, 0)
+        living = self._living(satellite, links)
         if links and not living:  # all links of the tree have just gone down
-            living = self._living(here, self._grow(here).get(there, 0))
+            living = self._living(satellite, self._grow(satellite).get(target, 0))
         return living
 
-    def _living(self, here: SatelliteId, links: int) -> list[SatelliteId]:
-        four = self._neighbours[here]
-        return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
+    def _living(self, satellite: SatelliteId, links: int) -> list[SatelliteId]:
+        four = self._neighbours[satellite]
+        return [four[bit] for bit in range(4) if links >> bit & 1 and (satellite, four[bit]) not in self._down]
 
-    def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
+    def _grow(self, root: SatelliteId) -> dict[SatelliteId, int]:
         """Search breadth-first: every link to a nearer neighbour counts."""
         self.trees_grown += 1
-        tree, edge = {here: 0}, [here]
+        tree, edge = {root: 0}, [root]
         down, neighbours = self._down, self._neighbours
         while edge:
             reached: dict[SatelliteId, int] = {}
@@ -309,7 +309,7 @@ class LinkState:
             tree.update(reached)
             edge = list(reached)
         self.satellites_searched += len(tree)
-        self._trees[here] = tree
+        self._trees[root] = tree
         return tree
 
     # --- Changes ---

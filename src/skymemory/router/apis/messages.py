@@ -158,11 +158,11 @@ class _MessageTurns:
             refuse("messages", "has no turn: expected at least one")
         return [{"role": "system", "content": system}, *turns] if system else turns
 
-    def _system(self, said: object, param: str) -> str:
-        if said is None or isinstance(said, str):
-            return said or ""
+    def _system(self, content: object, param: str) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
         texts = []
-        for at, block in enumerate(list_of(said, param)):
+        for at, block in enumerate(list_of(content, param)):
             texts.append(text_of(object_of(block, f"{param}[{at}]").get("text"), f"{param}[{at}].text"))
         return "".join(text for text in texts if not text.startswith(_BILLING))
 
@@ -295,13 +295,13 @@ class MessageStream:
             }
             yield _event("message_start", message={**message, **unknown})
 
-    def _part_event(self, each: PartEvent) -> Iterator[bytes]:
-        part, at = each.part, each.part.number
-        if each.what == BEGIN:
+    def _part_event(self, event: PartEvent) -> Iterator[bytes]:
+        part, at = event.part, event.part.number
+        if event.what == BEGIN:
             yield _event("content_block_start", index=at, content_block=_empty_block(part))
-        elif each.what == PIECE and each.text:
-            yield _event("content_block_delta", index=at, delta=_delta(part, each.text))
-        elif each.what == END:
+        elif event.what == PIECE and event.text:
+            yield _event("content_block_delta", index=at, delta=_delta(part, event.text))
+        elif event.what == END:
             if part.kind == REASONING:
                 yield _event("content_block_delta", index=at, delta={"type": "signature_delta", "signature": ""})
             yield _event("content_block_stop", index=at)

@@ -325,34 +325,34 @@ class ResponseStream:
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._builder.response("in_progress", []))
 
-    def _part_event(self, each: PartEvent) -> Iterator[bytes]:
-        part, builder = each.part, self._builder
+    def _part_event(self, event: PartEvent) -> Iterator[bytes]:
+        part, builder = event.part, self._builder
         if part.kind == TOOL:
-            yield from self._call_events(each)
+            yield from self._call_events(event)
             return
         at = {"item_id": builder.item_id(part), "output_index": part.number}
         place = {**at, "content_index": 0}
         name = "response.output_text" if part.kind == TEXT else "response.reasoning_text"
-        logprobs = {"logprobs": [_logprob(token) for token in each.logprobs]} if part.kind == TEXT else {}
-        if each.what == BEGIN:
+        logprobs = {"logprobs": [_logprob(token) for token in event.logprobs]} if part.kind == TEXT else {}
+        if event.what == BEGIN:
             yield self._event("response.output_item.added", output_index=part.number, item=builder.item(part, ""))
             yield self._event("response.content_part.added", **place, part=builder.content(part, ""))
-        elif each.what == PIECE and (each.text or each.logprobs):
-            yield self._event(f"{name}.delta", **place, delta=each.text, **logprobs)
-        elif each.what == END:
+        elif event.what == PIECE and (event.text or event.logprobs):
+            yield self._event(f"{name}.delta", **place, delta=event.text, **logprobs)
+        elif event.what == END:
             done = {"logprobs": [_logprob(token) for token in part.logprobs]} if part.kind == TEXT else {}
             yield self._event(f"{name}.done", **place, text=part.text, **done)
             yield self._event("response.content_part.done", **place, part=builder.content(part, part.text))
             yield self._done(part)
 
-    def _call_events(self, each: PartEvent) -> Iterator[bytes]:
-        part, about = each.part, "response.function_call_arguments"
+    def _call_events(self, event: PartEvent) -> Iterator[bytes]:
+        part, about = event.part, "response.function_call_arguments"
         at = {"item_id": self._builder.item_id(part), "output_index": part.number}
-        if each.what == BEGIN:
+        if event.what == BEGIN:
             added = {**self._builder.item(part, "in_progress"), "arguments": ""}
             yield self._event("response.output_item.added", output_index=part.number, item=added)
-        elif each.what == PIECE:
-            yield self._event(f"{about}.delta", **at, delta=each.text)
+        elif event.what == PIECE:
+            yield self._event(f"{about}.delta", **at, delta=event.text)
         else:
             yield self._event(f"{about}.done", **at, name=part.name, arguments=part.text)
             yield self._done(part)

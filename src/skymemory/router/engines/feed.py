@@ -259,10 +259,10 @@ class Offer(enum.Enum):
 class Order:
     """Messages of a publisher in order. ``next`` is the expected number; None: any."""
 
-    def __init__(self, remembered: int = REMEMBERED, held: int = HELD) -> None:
+    def __init__(self, remembered: int = REMEMBERED, most_held: int = HELD) -> None:
         self.next: int | None = None
         self._remembered = remembered
-        self._most_held = held
+        self._most_held = most_held
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._held: dict[int, bytes] = {}
 

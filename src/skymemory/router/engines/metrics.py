@@ -204,10 +204,10 @@ def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
     return []
 
 
-def _by_rank(found: list[Sample]) -> list[float]:
+def _by_rank(samples: list[Sample]) -> list[float]:
     """Return a value per engine (vLLM) or data-parallel rank (SGLang); tensor-parallel ranks agree."""
     values: dict[tuple[str, ...], float] = {}
-    for sample in found:
+    for sample in samples:
         rank = tuple(sample.labels.get(label, "") for label in ("model_name", "engine", "dp_rank"))
         values[rank] = max(sample.value, values.get(rank, 0.0))
     return list(values.values())

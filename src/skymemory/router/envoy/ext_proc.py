@@ -163,9 +163,9 @@ class PickerService:
             among = self.backends.without(self.backends.known.keys() if among is None else frozenset(among), avoid)
         scheduler, decode_among, why_alone = self.scheduler, None, ""
         if self.alone is not None:
-            lacking = lacking_few(scheduler, request, among, self.split_from) if splits else ()
-            if lacking:
-                scheduler, among, why_alone = self.alone, lacking, "few-tokens"
+            few_token_servers = lacking_few(scheduler, request, among, self.split_from) if splits else ()
+            if few_token_servers:
+                scheduler, among, why_alone = self.alone, few_token_servers, "few-tokens"
             elif splits and self.backends.has_prefill(among):
                 decode_among = among
             else:
@@ -385,17 +385,17 @@ class ExtProcExchange:
     def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
         """Read the request, then route or queue it. ``blind``: Envoy sends the body only after this is answered."""
         if self._read is not None and self._whole is not None:
-            body, plain = self._whole, self._plain
+            body, plain_body = self._whole, self._plain
         else:
-            body, plain = self._body[0] if len(self._body) == 1 else b"".join(self._body), None
+            body, plain_body = self._body[0] if len(self._body) == 1 else b"".join(self._body), None
         self._forget_body()
         try:
             if isinstance(self._read, ApiError):
                 raise self._read
-            if plain is None and not blind:
-                plain = self._service.unpacked(self._headers, body)
-            request = WITHOUT_PROMPT if blind else self._read or self._service.read(self._headers, plain or b"")
-            splits = not blind and self._service.splits(self._headers, plain or b"")
+            if plain_body is None and not blind:
+                plain_body = self._service.unpacked(self._headers, body)
+            request = WITHOUT_PROMPT if blind else self._read or self._service.read(self._headers, plain_body or b"")
+            splits = not blind and self._service.splits(self._headers, plain_body or b"")
             if self._response_mode == say.NONE:
                 # Only the response's headers are reported, and streamed responses send them before the prefill.
                 request = replace(request, streams=False)

@@ -212,12 +212,12 @@ _LAST_PIECE = _tag(StreamedBodyResponse, "end_of_stream", 0) + b"\x01"
 
 
 @lru_cache(maxsize=4096)
-def _before(tags: tuple[bytes, ...], size: int, behind: int) -> bytes:
-    """Return the message up to a piece of ``size`` bytes; ``behind`` bytes follow."""
+def _before(tags: tuple[bytes, ...], size: int, following_bytes: int) -> bytes:
+    """Return the message up to a piece of ``size`` bytes; ``following_bytes`` follow."""
     innermost, *outer = tags
     prefix = innermost + _varint(size) if size else b""  # protobuf omits empty fields
     for tag in outer:
-        prefix = tag + _varint(len(prefix) + size + behind) + prefix
+        prefix = tag + _varint(len(prefix) + size + following_bytes) + prefix
     return prefix
 
 

@@ -94,7 +94,7 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
     return result
 
 
-async def _check_metrics(target: _Target, settings: Settings, by_events: bool, found: ServerCheck) -> None:
+async def _check_metrics(target: _Target, settings: Settings, by_events: bool, result: ServerCheck) -> None:
     if not settings.health.metrics_path:
         return
     try:
@@ -102,40 +102,40 @@ async def _check_metrics(target: _Target, settings: Settings, by_events: bool, f
             partial(fetch, target.session), target.url + settings.health.metrics_path, access=target.access
         )
     except UnreadableMetrics as error:
-        found.metrics = "cannot be read"
-        found.notes.append(f"metrics: {error}")
+        result.metrics = "cannot be read"
+        result.notes.append(f"metrics: {error}")
         return
     report, cut = metrics.report, settings.prompts.block_tokens
     size = "" if report.cache_blocks is None else f": {report.cache_blocks} blocks of {report.block_tokens} tokens"
-    found.metrics = f"{metrics.dialect}{size}"
+    result.metrics = f"{metrics.dialect}{size}"
     if metrics.missing:
-        found.notes.append(f"metrics without {', '.join(metrics.missing)}")
+        result.notes.append(f"metrics without {', '.join(metrics.missing)}")
     if settings.prompts.tokenizer is not None and report.block_tokens not in (None, cut):
         differs = f"its blocks have {report.block_tokens} tokens, and `block_tokens` is {cut}"
-        (found.problems if by_events else found.notes).append(differs)
+        (result.problems if by_events else result.notes).append(differs)
 
 
-async def _check_models(target: _Target, backend: Backend, found: ServerCheck) -> None:
+async def _check_models(target: _Target, backend: Backend, result: ServerCheck) -> None:
     try:
         listed = json.loads(await target.get("/v1/models"))["data"]
-        found.models = [str(model["id"]) for model in listed]
+        result.models = [str(model["id"]) for model in listed]
     except (NoAnswer, ValueError, KeyError, TypeError) as error:
-        found.notes.append(f"/v1/models: {error}")
+        result.notes.append(f"/v1/models: {error}")
         return
     for name in (*backend.models, *backend.adapters):
-        if name not in found.models:
-            found.problems.append(f"it does not list {name!r}, which the settings name for it")
+        if name not in result.models:
+            result.problems.append(f"it does not list {name!r}, which the settings name for it")
 
 
-async def _check_events(target: _Target, settings: Settings, backend: Backend, found: ServerCheck) -> None:
+async def _check_events(target: _Target, settings: Settings, backend: Backend, result: ServerCheck) -> None:
     if not backend.events:
-        found.events = "not followed"
+        result.events = "not followed"
         sources = await _event_sources(target)
-        found.problems.append(f"the strategy uses KV events, and `events`, their address, is missing{sources}")
+        result.problems.append(f"the strategy uses KV events, and `events`, their address, is missing{sources}")
         return
-    models = backend.models or tuple(found.models)
+    models = backend.models or tuple(result.models)
     if not models:
-        found.problems.append("its KV events cannot be used: it lists no model")
+        result.problems.append("its KV events cannot be used: it lists no model")
         return
     index = PreciseIndex(settings.prompts.block_tokens)
     events = KvEvents(index, ReplayTimeouts(replay_timeout_s=EVENTS_S / 2))
@@ -145,15 +145,15 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, f
         )
         await _settled(feed)
         if not feed.connected:
-            found.events = "no publisher"
-            found.problems.append(f"no publisher at {backend.events}")
+            result.events = "no publisher"
+            result.problems.append(f"no publisher at {backend.events}")
             return
-        found.events = f"{feed.state.value}: {index.blocks_of(0)} blocks, {feed.counts.batches} batches"
-        found.problems += [f"events: {error}" for error in feed.errors.values()]
+        result.events = f"{feed.state.value}: {index.blocks_of(0)} blocks, {feed.counts.batches} batches"
+        result.problems += [f"events: {error}" for error in feed.errors.values()]
         if not backend.replay:
-            found.notes.append("without `replay`, each lost message forgets all its blocks")
+            result.notes.append("without `replay`, each lost message forgets all its blocks")
     except InvalidInput as error:
-        found.problems.append(str(error))
+        result.problems.append(str(error))
     finally:
         await events.close()
 

@@ -626,7 +626,7 @@ class HttpConnection(asyncio.Protocol):
         request.keep_alive = False
         self._enqueue(request)
 
-    def _decline_upgrade(self, rest: bytes) -> bytes | None:
+    def _decline_upgrade(self, remainder: bytes) -> bytes | None:
         request, self._reading = self._reading, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # refused
@@ -635,7 +635,7 @@ class HttpConnection(asyncio.Protocol):
         for name, value in request.headers.raw:
             if name.lower() not in (b"upgrade", b"http2-settings"):
                 lines += (name, b": ", value, b"\r\n")
-        return b"".join((*lines, b"\r\n", rest))
+        return b"".join((*lines, b"\r\n", remainder))
 
     def _say_continue(self, request: Incoming) -> None:
         request.expects = False

@@ -597,16 +597,16 @@ class Exchange(Attempts):
         self._head, self._fault_of_answer = head, fault
         of.backends.on_end(self, now_s)
 
-    def response_data(self, piece: bytes, ended: bool) -> None:
+    def response_data(self, piece: bytes, at_end: bool) -> None:
         try:
             if self._streaming:
-                self._pass_on(piece, ended)
+                self._pass_on(piece, at_end)
                 return
             head = self._head
             is_plain = piece and head is not None and head.headers.first.get(b"content-type") == b"application/json"
-            if not is_plain and (why := self._is_no_answer(piece, ended)) and self._asks_another(why):
+            if not is_plain and (why := self._is_no_answer(piece, at_end)) and self._asks_another(why):
                 return
-            self._begin(piece, ended)
+            self._begin(piece, at_end)
         except Exception:
             self._fault()
 
@@ -629,12 +629,12 @@ class Exchange(Attempts):
         backends.on_fault(self, server, fault, time.monotonic())
         self._retry(str(error), fault)
 
-    def _is_no_answer(self, piece: bytes, ended: bool) -> str:
+    def _is_no_answer(self, piece: bytes, at_end: bool) -> str:
         head = self._head
         is_prompt = self.incoming.method == "POST" and self.incoming.path in PROMPT_PATHS
         if head is None or not is_prompt or not 200 <= head.status < 300:
             return ""
-        if ended and not piece:
+        if at_end and not piece:
             return "its answer is empty"
         kind = head.headers.first.get(b"content-type", b"")
         return "its answer is a web page" if kind.lower().startswith(b"text/html") else ""
@@ -653,20 +653,20 @@ class Exchange(Attempts):
 
     # -- streaming
 
-    def _begin(self, piece: bytes, ended: bool) -> None:
+    def _begin(self, piece: bytes, at_end: bool) -> None:
         response, account, result, incoming = self._head, self._account, self._log, self.incoming
         assert response is not None and account is not None
         headers, first, now_s = response.headers, response.headers.first, time.monotonic()
         kind, is_good = first.get(b"content-type", b""), response.status < 400
         if self._fault_of_answer is None:
-            is_whole = ended and not kind.startswith(_EVENT_STREAM)
+            is_whole = at_end and not kind.startswith(_EVENT_STREAM)
             self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
         self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
         # An error says nothing about the cache, so its account closes as failed.
         if is_good:
             result.ttft_s = now_s - result.began_s
-            if not ended and (self._request.streams or reader.streams):
+            if not at_end and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
         self._streaming = True
         if reader.streams and self._may_go_on(response):
@@ -690,34 +690,34 @@ class Exchange(Attempts):
         if response.status in (429, 503) and b"retry-after" not in first:
             head.append(b"Retry-After: 1\r\n")
         head += (self._of.via.lines["1.1"], incoming.response_headers, connection_line(incoming, keep), b"\r\n")
-        self._pass_on(piece, ended, b"".join(head))
+        self._pass_on(piece, at_end, b"".join(head))
 
     def _succeeded(self, account: RequestAccount, now_s: float) -> None:
         account.first_byte(now_s)
         if self._of.room is not None:
             self._of.room.poll()
 
-    def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
+    def _pass_on(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
         assert response is not None and reader is not None
         self._pieces += 1
         if (stream := self._stream) is not None:
-            piece = stream.add(piece, ended)
+            piece = stream.add(piece, at_end)
             if stream.failure:
-                self._pass_on_failure(stream, piece, ended, head)
+                self._pass_on_failure(stream, piece, at_end, head)
                 return
-            if ended and not stream.is_complete:
+            if at_end and not stream.is_complete:
                 self._pass_on_part(piece, head)
                 return
         result.bytes_out += len(piece)
         if response.chunked:
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
-            if data := head + framed + (b"0\r\n\r\n" if ended else b""):
+            if data := head + framed + (b"0\r\n\r\n" if at_end else b""):
                 connection.write(data)
         elif head or piece:
             connection.write(head + piece)
         reader.add(piece)
-        if ended:
+        if at_end:
             status = result.status
             result.outcome = "answered" if status < 400 else "client-error" if status < 500 else "server-error"
             self._call = None
@@ -792,7 +792,7 @@ class Exchange(Attempts):
         self._ask_rest(placement, remainder, now_s)
         return True
 
-    def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, ended: bool, head: bytes) -> None:
+    def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, at_end: bool, head: bytes) -> None:
         """Pass on what preceded an error event, then the remainder, or the error."""
         account, failure, withheld = self._account, stream.failure, stream.withheld
         assert account is not None
@@ -803,19 +803,19 @@ class Exchange(Attempts):
         self._of.backends.on_fault(self, account.decision.server, Fault.ERROR, time.monotonic())
         if not self._try_to_continue(failure):
             self._stream = None
-            self._pass_on(withheld, ended)
+            self._pass_on(withheld, at_end)
 
-    def _place_rest(self, before: ScheduledRequest, rest: Rest, now_s: float) -> ScheduledRequest:
+    def _place_rest(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation of a stream.
 
         Raises:
             NoServer: no server can continue it.
         """
         able = self._of.backends.able(self._request, self._tried, 0, self._avoided(now_s))
-        return self._scheduler.place_again(before, now_s, self._able_to_continue(able, rest))
+        return self._scheduler.place_again(before, now_s, self._able_to_continue(able, continuation))
 
-    def _able_to_continue(self, able: Collection[str] | None, rest: Rest) -> Collection[str] | None:
-        if not rest.by_chat:
+    def _able_to_continue(self, able: Collection[str] | None, continuation: Rest) -> Collection[str] | None:
+        if not continuation.by_chat:
             return able
         known = self._of.backends.known
         names = known if able is None else able
@@ -823,7 +823,7 @@ class Exchange(Attempts):
             name for name in names if any(model.get("owned_by") in ENGINES for model in known[name].models.values())
         ]
 
-    def _ask_rest(self, placement: ScheduledRequest, rest: Rest, now_s: float) -> None:
+    def _ask_rest(self, placement: ScheduledRequest, continuation: Rest, now_s: float) -> None:
         incoming, before, of = self.incoming, self._account, self._of
         assert before is not None
         self._is_continued = True
@@ -835,8 +835,8 @@ class Exchange(Attempts):
         incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._idle_timeout)
         estimate_s = account.decision.estimated_ttft_s or 0.0
         of.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
-        head = request_head(incoming, pool, len(rest.body), of.via, self._left_out)
-        self._call = pool.ask(self, head, rest.body, True, self._sends)
+        head = request_head(incoming, pool, len(continuation.body), of.via, self._left_out)
+        self._call = pool.ask(self, head, continuation.body, True, self._sends)
 
     def _rest_begins(self, head: ResponseHead) -> None:
         account, first = self._account, head.headers.first

@@ -134,9 +134,9 @@ class _PageResponse:
         if not self.is_good or self.is_coded or not self._max_bytes:
             self._end()
 
-    def response_data(self, piece: bytes, ended: bool) -> None:
+    def response_data(self, piece: bytes, at_end: bool) -> None:
         self.body += piece
-        if ended or len(self.body) > self._max_bytes:
+        if at_end or len(self.body) > self._max_bytes:
             self._end()
 
     def response_failed(self, error: UpstreamError) -> None:

@@ -74,27 +74,27 @@ class TranslatedResponse:
             return
         self._receiver.response_begins(self._head)
 
-    def response_data(self, piece: bytes, ended: bool) -> None:
+    def response_data(self, piece: bytes, at_end: bool) -> None:
         try:
-            self._read(piece, ended)
+            self._read(piece, at_end)
         except Exception:
             self._drop()
             self._on_fault()
 
-    def _read(self, piece: bytes, ended: bool) -> None:
+    def _read(self, piece: bytes, at_end: bool) -> None:
         stream = self._stream
         if stream is None:
-            self._collect(piece, ended)
+            self._collect(piece, at_end)
             return
         translated = stream.read(piece)
-        if ended:
+        if at_end:
             translated += stream.end()
-        if stream.has_ended and not ended:
+        if stream.has_ended and not at_end:
             # Do not wait for data after the last event.
             self._drop()
-            ended = True
-        if translated or ended:
-            self._receiver.response_data(translated, ended)
+            at_end = True
+        if translated or at_end:
+            self._receiver.response_data(translated, at_end)
 
     def response_failed(self, error: UpstreamError) -> None:
         self._receiver.response_failed(error)
@@ -103,14 +103,14 @@ class TranslatedResponse:
         """Return the last event of a broken stream; empty: it was sent."""
         return b"" if self._stream is None or self._stream.has_ended else self._stream.fail(status, why)
 
-    def _collect(self, piece: bytes, ended: bool) -> None:
+    def _collect(self, piece: bytes, at_end: bool) -> None:
         self._pieces.append(piece)
         self._size_bytes += len(piece)
         head = self._head
         assert head is not None
         if self._size_bytes > MAX_ANSWER_BYTES:
             self._fail(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
-        elif ended:
+        elif at_end:
             answer = b"".join(self._pieces)
             try:
                 translated = (

@@ -313,7 +313,7 @@ class TwoStepExchange(Exchange):
             account.first_byte(self._since_s)
         self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body, True, self._sends)
 
-    def _begin(self, piece: bytes, ended: bool) -> None:
+    def _begin(self, piece: bytes, at_end: bool) -> None:
         head = self._head
         has_params = self._fields is not None and self._params is not None
         may_do_without = has_params and self._of.settings.disaggregation.fallback
@@ -326,7 +326,7 @@ class TwoStepExchange(Exchange):
             self._sends.most += 1  # the next send is another request
             self._ask_decode(self._pair)
             return
-        super()._begin(piece, ended)
+        super()._begin(piece, at_end)
 
     @property
     def _is_last(self) -> bool:
@@ -361,7 +361,7 @@ class TwoStepExchange(Exchange):
             return
         self._ask_decode(account)
 
-    def _place_rest(self, before: ScheduledRequest, rest: Rest, now_s: float) -> ScheduledRequest:
+    def _place_rest(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation at a single server: the KV values went to the failed server."""
         if self._fields is not None:
             prefill, self._prefill = self._prefill, None
@@ -369,7 +369,7 @@ class TwoStepExchange(Exchange):
                 prefill.drop()
                 self._of.metrics.prefilled(prefill.server, "dropped")
             self._serve_alone("stream-continued")
-        able = self._able_to_continue(self._of.backends.alone(self._request, self._tried), rest)
+        able = self._able_to_continue(self._of.backends.alone(self._request, self._tried), continuation)
         placement = self._scheduler.place(self._request, now_s, able)
         if isinstance(placement, Refusal):
             raise NoServer(placement.reason)
@@ -386,8 +386,8 @@ class TwoStepExchange(Exchange):
         except Exception:
             self._fault()
 
-    def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
-        super()._pass_on(piece, ended, head)
+    def _pass_on(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
+        super()._pass_on(piece, at_end, head)
         on_tokens, account, reader = self._of.on_tokens, self._account, self._reader
         if on_tokens is None or account is None or reader is None or not reader.streams:
             return
@@ -467,12 +467,12 @@ class _PrefillCall:
     def response_begins(self, head: ResponseHead) -> None:
         self._head = head
 
-    def response_data(self, piece: bytes, ended: bool) -> None:
+    def response_data(self, piece: bytes, at_end: bool) -> None:
         self._pieces.append(piece)
         self._size_bytes += len(piece)
         if self._size_bytes > MAX_ANSWER_BYTES:
             self._failed(f"its answer is longer than {MAX_ANSWER_BYTES} bytes", Fault.GATEWAY)
-        elif ended:
+        elif at_end:
             self.drop()
             assert self._head is not None
             try:

@@ -82,7 +82,7 @@ class Receiver(Protocol):
 
     def response_begins(self, head: ResponseHead) -> None: ...
 
-    def response_data(self, piece: bytes, ended: bool) -> None: ...
+    def response_data(self, piece: bytes, at_end: bool) -> None: ...
 
     def response_failed(self, error: UpstreamError) -> None: ...
 
@@ -100,7 +100,7 @@ class UpstreamCall:
     def start(self) -> None:
         connection = self.pool.take_idle()
         if connection is not None:
-            self.send(connection, fresh=False)
+            self.send(connection, is_new=False)
         else:
             self.pool.connect(self)
 
@@ -108,9 +108,9 @@ class UpstreamCall:
         self.connection = None
         self.pool.connect(self)
 
-    def send(self, connection: UpstreamConnection, fresh: bool) -> None:
+    def send(self, connection: UpstreamConnection, is_new: bool) -> None:
         self.connection = connection
-        connection.ask(self, fresh)
+        connection.ask(self, is_new)
 
     def lost(self, error: UpstreamError) -> None:
         receiver, self.receiver, self.connection = self.receiver, None, None
@@ -150,17 +150,17 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def ask(self, call: UpstreamCall, fresh: bool) -> None:
+    def ask(self, call: UpstreamCall, is_new: bool) -> None:
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
-            self._failed(call, fresh, UpstreamError("it closed the connection before the first byte"))
+            self._failed(call, is_new, UpstreamError("it closed the connection before the first byte"))
             return
         if not call.sends.take():
             self._pool.give_back(self)
             call.lost(UpstreamError("it was sent as often as allowed", connected=False))
             return
         self._call = call
-        self._fresh = fresh
+        self._fresh = is_new
         self._head = None
         self._head_bytes = 0
         self._begun = self._ended = self._is_at_eof = self._ends_at_eof = self._is_old = False
@@ -398,7 +398,7 @@ class Pool:
             connection.close()
             return
         if (call := self._next()) is not None:
-            call.send(connection, fresh=False)
+            call.send(connection, is_new=False)
             return
         self._idle.append((monotonic(), connection))
         if self._reaping is None:
@@ -443,7 +443,7 @@ class Pool:
             if call.receiver is None:
                 self.give_back(connection)
             else:
-                call.send(connection, fresh=True)
+                call.send(connection, is_new=True)
 
     async def _open(self) -> UpstreamConnection:
         """Open a connection; if files are short, retry after closing idle connections."""

@@ -87,7 +87,7 @@ class _Chunk(msgspec.Struct):
 
 
 _chunk = msgspec.json.Decoder(_Chunk)
-_whole = msgspec.json.Decoder(dict[str, Any])
+_object = msgspec.json.Decoder(dict[str, Any])
 _value = msgspec.json.Decoder()
 _encode = msgspec.json.encode
 
@@ -130,13 +130,13 @@ class StreamContinuation:
 
     # -- events on their way to the client
 
-    def add(self, piece: bytes, ended: bool = False) -> bytes:
-        """Return the complete events to forward. ``ended``: the response is complete."""
+    def add(self, piece: bytes, at_end: bool = False) -> bytes:
+        """Return the complete events to forward. ``at_end``: the response is complete."""
         if self._is_over_long:
             return piece
         data = self._held + piece if self._held else piece
         self._held = b""
-        if not ended and not data.endswith(b"\n\n"):
+        if not at_end and not data.endswith(b"\n\n"):
             at = max((end.end() for end in _EVENT_END.finditer(data)), default=0)
             data, self._held = data[:at], data[at:]
             if len(self._held) > MAX_HELD_BYTES:
@@ -183,7 +183,7 @@ class StreamContinuation:
             self._cannot = True
             return
         if self._first is None:
-            first = _whole.decode(json)
+            first = _object.decode(json)
             self._first = {name: value for name, value in first.items() if name not in ("choices", "usage")}
         if chunk.usage is not None:
             self._had_usage |= not chunk.choices
@@ -250,11 +250,11 @@ class StreamContinuation:
         self._tokens_before = sent
         return Rest(_encode(changed), by_chat=is_chat and bool(prompt_text))
 
-    def _tokens_sent(self, kept: str) -> int:
+    def _tokens_sent(self, text: str) -> int:
         if self._tokens_of is not None:
-            return len(self._tokens_of(kept))
-        counted = self._chunks if self._reported_tokens is None else self._reported_tokens
-        return max(0, counted - (self._blank_chunks if self._path == CHAT_COMPLETIONS else 0))
+            return len(self._tokens_of(text))
+        tokens = self._chunks if self._reported_tokens is None else self._reported_tokens
+        return max(0, tokens - (self._blank_chunks if self._path == CHAT_COMPLETIONS else 0))
 
     def _with_text(self, fields: Fields, text: str) -> dict[str, Any] | None:
         changed: dict[str, Any] = dict(fields)
@@ -298,7 +298,7 @@ class StreamContinuation:
         if json is None:
             return event
         try:
-            chunk = _whole.decode(json)
+            chunk = _object.decode(json)
             choices = [self._choice(choice) for choice in chunk.get("choices", ())]
             usage = chunk.get("usage")
             if usage is not None:
@@ -387,7 +387,7 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 
 def _compact(raw: bytes) -> bytes:
-    return _SPACES.sub(lambda found: found[1] or b"", raw) if len(raw) < 100 else raw
+    return _SPACES.sub(lambda match: match[1] or b"", raw) if len(raw) < 100 else raw
 
 
 def _events(data: bytes) -> list[bytes]:
@@ -405,7 +405,7 @@ def _failure_in(event: bytes) -> str:
     if (json := _json_of(event)) is None:
         return ""
     try:
-        error = _whole.decode(json).get("error")
+        error = _object.decode(json).get("error")
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return ""
     if not isinstance(error, dict):

@@ -126,9 +126,9 @@ class PieceCache:
                 token_lists.append(tokens)
         return token_lists
 
-    def _keep(self, pieces: Sequence[str], found: Sequence[bytes | None], salt: str) -> None:
+    def _keep(self, pieces: Sequence[str], piece_tokens: Sequence[bytes | None], salt: str) -> None:
         with self._lock:
-            for piece, tokens in zip(pieces, found, strict=True):
+            for piece, tokens in zip(pieces, piece_tokens, strict=True):
                 if tokens is None or len(piece) > MAX_PIECE_LETTERS or (salt, piece) in self._known:
                     continue
                 self._known[salt, piece] = tokens

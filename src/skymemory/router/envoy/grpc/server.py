@@ -151,7 +151,7 @@ class GrpcServer:
             idle = [connection for connection in self.connections if not len(connection.http2)]
             if not idle:
                 return False
-            oldest = min(idle, key=lambda each: each.heard_s)
+            oldest = min(idle, key=lambda idle_connection: idle_connection.heard_s)
             oldest.abort()
             self.connections.discard(oldest)
         self.connections.add(connection)
@@ -181,7 +181,7 @@ class GrpcServer:
         if self._held_bytes <= self.most_held_bytes or self._frees:
             return
         self._frees = True
-        for largest in sorted(self._held, key=lambda one: self._held[one], reverse=True):
+        for largest in sorted(self._held, key=lambda call: self._held[call], reverse=True):
             if self._held_bytes <= self.most_held_bytes * 7 // 8:  # a margin, or the next byte would exceed it again
                 break
             before = self._held.get(largest, 0)
