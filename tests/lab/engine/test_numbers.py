@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.test_numbers_of_requests import VALUES
+from tests.router.drawn_numbers import VALUES
 
 from skymemory.router.api_error import ApiError
 from skymemory_lab.engine.requests import RequestReader
