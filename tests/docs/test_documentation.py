@@ -26,7 +26,7 @@ HOMES = {
     path.name: package
     for package, source in PACKAGES.items()
     for path in sorted((source / package).iterdir())
-    if path.is_dir() and path.name[0] != "_" and path.name != "cli"
+    if (path / "__init__.py").is_file() and path.name != "cli"
 }
 SHORT = re.compile(rf"(?<![\w.])(?!cache\.result)(?:{'|'.join(HOMES)})(?:\.\w+){{2,}}")
 """Names without the package's: ``sim.cluster.cells``. With one dot they may be a variable's (``store.pin``)."""
