@@ -67,6 +67,14 @@ def test_an_installed_file_is_named_though_its_path_has_blanks(
     assert _requirement(installation.small_model_command()) == wanted
 
 
+def test_of_several_wheels_that_of_the_same_release_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "skymemory-0.2.0-cp311-abi3-linux_x86_64.whl").touch()
+    for release in ("0.1.0", "0.2.0", "0.10.0"):
+        (tmp_path / f"skymemory_lab-{release}-py3-none-any.whl").touch()
+    _noted(monkeypatch, {"url": file.as_uri(), "archive_info": {}})
+    assert _requirement(installation.laboratory_command()) == str(tmp_path / "skymemory_lab-0.2.0-py3-none-any.whl")
+
+
 def test_a_checkout_that_was_installed_by_a_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "small").mkdir(parents=True)
     _noted(monkeypatch, {"url": tmp_path.as_uri(), "dir_info": {}})
@@ -80,6 +88,25 @@ def test_a_repository_or_a_page_is_named_by_its_address(monkeypatch: pytest.Monk
     assert _requirement(installation.small_model_command()).endswith("sky.git@abc#subdirectory=models/small")
     _noted(monkeypatch, {"url": "https://host/skymemory.whl", "archive_info": {}})
     assert _requirement(installation.install_command("redis")) == "skymemory[redis] @ https://host/skymemory.whl"
+
+
+def test_the_command_is_typed_by_its_path_unless_its_environment_is_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "skymemory").touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert installation.command_word() == ".venv/bin/skymemory"
+    monkeypatch.chdir(tmp_path.parent)
+    assert installation.command_word() == f"{tmp_path.name}/.venv/bin/skymemory"
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert installation.command_word() == str(folder / "skymemory")
+    monkeypatch.setenv("PATH", str(folder))
+    assert installation.command_word() == "skymemory"
 
 
 def test_make_is_called_where_its_makefile_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ SkyMemory is on no package index: each command names the checkout or the file of
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -61,9 +62,24 @@ def _distribution_command(name: str, folder: str) -> str:
     if kind == "path" and source.endswith(".tar.gz") and Path(source).exists():
         return f"{_pip()} {shlex.quote(f'{name} @ {Path(source).as_uri()}#subdirectory={folder}')}"
     wheel = name.replace("-", "_")
-    if kind == "path" and (wheels := sorted(Path(source).parent.glob(f"{wheel}-*.whl"))):
+    if kind == "path" and (wheels := _wheels_beside(Path(source), wheel)):
         return f"{_pip()} {shlex.quote(str(wheels[-1]))}"
     return f"{_pip()} ./FILE, where FILE is the wheel {wheel}-….whl, or {folder} of a checkout"
+
+
+def _wheels_beside(file: Path, name: str) -> list[Path]:
+    """Return the wheels called ``name``: those of the same release as ``file``, if there are any."""
+    of_release = sorted(file.parent.glob(f"{name}-{file.name.split('-')[1]}-*.whl")) if "-" in file.name else []
+    return of_release or sorted(file.parent.glob(f"{name}-*.whl"))
+
+
+def command_word() -> str:
+    """Return how to type ``skymemory`` in this folder: by its path if its environment is not activated."""
+    own = Path(sys.executable).parent / "skymemory"
+    found = shutil.which("skymemory")
+    if (found and Path(found).resolve() == own.resolve()) or not own.is_file():
+        return "skymemory"
+    return shlex.quote(os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own))
 
 
 def make_command(target: str) -> str:

@@ -21,7 +21,8 @@ def test_without_the_laboratory_its_verbs_are_not_offered(alone: None, capsys: p
     with pytest.raises(SystemExit):
         command.main(["--help"])
     shown = capsys.readouterr().out
-    assert "constellation" in shown and "simulate" not in shown and "Start with" not in shown
+    assert "constellation" in shown and "optimise" not in shown and "Start with" not in shown
+    assert "laboratory has more verbs" in shown and laboratory_command().split()[-1] in "".join(shown.split())
 
 
 @pytest.mark.parametrize("verb", sorted(command._LABORATORY))
@@ -42,6 +43,34 @@ def test_the_command_names_the_folder_of_the_checkout() -> None:
 def test_the_verbs_of_hints_are_those_of_the_laboratory() -> None:
     pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
     assert set(command._registered_modules()) == command._LABORATORY
+
+
+def test_a_verb_whose_files_are_gone_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after the checkout of an editable installation has moved."""
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    command._registered_modules.cache_clear()
+    try:
+        assert command.main(["layout"]) == 1
+        assert laboratory_command() in capsys.readouterr().err
+        assert "layout" not in command.verb_names()
+    finally:
+        command._registered_modules.cache_clear()
+
+
+def test_a_mistyped_verb_of_the_laboratory_is_guessed_without_it(
+    alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["simulat"]) == 2
+    assert "did you mean 'simulate'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["help"], ["help", "keys"]])
+def test_help_is_also_a_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 0 and "keys" in capsys.readouterr().out
 
 
 def test_own_verbs_ask_for_no_entry_points(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

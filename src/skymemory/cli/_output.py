@@ -66,7 +66,8 @@ def prepare_streams(*, read_by_ours: bool = False) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    chosen = ":" in os.environ.get("PYTHONIOENCODING", "")  # an error handler is named, as in latin-1:replace
+    handler = os.environ.get("PYTHONIOENCODING", "").partition(":")[2]  # as in latin-1:replace
+    chosen = handler not in ("", "strict")
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, io.TextIOWrapper):  # a notebook's stream, which takes any text
             continue

@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -67,9 +68,11 @@ def _own_modules() -> dict[str, str]:
 
 @functools.cache
 def _registered_modules() -> dict[str, str]:
+    """Return the verbs of other distributions; without those whose files are gone, as after a checkout has moved."""
     from importlib import metadata  # imported late: it takes 30 ms, and our own verbs do without
 
-    return {point.name: point.value for point in metadata.entry_points(group="skymemory.verbs")}
+    points = metadata.entry_points(group="skymemory.verbs")
+    return {point.name: point.value for point in points if find_spec(point.value.partition(".")[0]) is not None}
 
 
 def _module_of(verb: str) -> str | None:
@@ -146,17 +149,24 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command, or only of ``verbs``."""
-    verbs = verb_names() if verbs is None else verbs
     parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",
-        epilog="Start with:  skymemory demo --quick" if "demo" in verbs else None,
+        epilog=_epilog() if verbs is None else None,
     )
     parser.add_argument("--version", action="version", version=f"skymemory {skymemory.__version__}")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in {_module_of(verb): verb for verb in verbs}.values():
+    for verb in {_module_of(verb): verb for verb in (verb_names() if verbs is None else verbs)}.values():
         _load(verb).add_parser(subparsers)
     return parser
+
+
+def _epilog() -> str:
+    from skymemory.installation import laboratory_command
+
+    if "demo" in verb_names():
+        return "Start with:  skymemory demo --quick"
+    return f"The laboratory has more verbs, such as demo, serve and simulate: {laboratory_command()}"
 
 
 def _check_verb(word: str) -> None:
@@ -168,7 +178,8 @@ def _check_verb(word: str) -> None:
         from skymemory.installation import laboratory_command
 
         raise MissingExtra(f"the laboratory, which has the verb {word!r}, is not installed: {laboratory_command()}")
-    raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, verb_names())}")
+    known = sorted({*verb_names(), *_LABORATORY})
+    raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, known)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     # Only the typed verb's module is loaded: a help page or an error should not wait for all imports.
     if arguments:
         _check_verb(arguments[0])

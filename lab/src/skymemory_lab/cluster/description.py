@@ -149,7 +149,7 @@ class RouterPart:
 @dataclass(frozen=True, slots=True)
 class KubernetesPart:
     image: str = setting("image", text, "skymemory:latest", "of the router: deploy/Dockerfile")
-    engine_image: str = setting("engine_image", text, "", "of our engine: with skymemory[hf,router,redis]")
+    engine_image: str = setting("engine_image", text, "", "of our engine: `.[hf,router,redis]`, ./lab, ./models/small")
     vllm_image: str = setting("vllm_image", text, "", "of vLLM: with skymemory[redis]")
     gpus: int = setting("gpus", whole_number, 0, "GPUs (nvidia.com/gpu) of a vLLM instance")
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.engine.inputs import check_engine_installed, check_model
 from skymemory.errors import InvalidInput
+from skymemory.installation import command_word
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS
 from skymemory.progress import Progress
 from skymemory.testbed.connect import expected_round_trip_s
@@ -135,7 +136,9 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         verdict = "done" if is_correct else "FAILED: see above"
         print()
         write(f"{verdict}; the constellation is down again; {run.format_took()}. Try next:")
-        print("\n".join(command_lines(_NEXT, width_of())))
+        command = command_word()
+        following = {words.replace("skymemory", command, 1): meaning for words, meaning in _NEXT.items()}
+        print("\n".join(command_lines(following, width_of())))
     return 0 if is_correct else 1
 
 
