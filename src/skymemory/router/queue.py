@@ -7,8 +7,8 @@ The next request is chosen by:
    (Goyal et al., 1996) with a tag per tenant, the virtual time at which its next request starts. The lowest tag is
    served and rises by work / weight. Between two tenants that always wait, service per weight differs by at most one
    request of each. New tenants start at the level's virtual time, which also rises by work over the weight of all
-   waiting tenants, lest a stream of them starve old tenants. Actual work corrects the tag: few requests use up
-   ``max_tokens``.
+   waiting tenants; otherwise a stream of them would starve old tenants. Actual work corrects the tag: few requests
+   use up ``max_tokens``.
 3. **Earliest deadline**: promised first token or longest wait.
 
 Above the limit, the least urgent request is evicted, possibly the new request: lowest priority, then the tenant with

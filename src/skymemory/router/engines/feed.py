@@ -26,7 +26,7 @@ from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally,
 WARN_EVERY_S = 10.0
 UNKNOWN_MEDIA = 8
 REMEMBERED = 4096
-"""Checksums kept to tell duplicates from a restart."""
+"""Checksums kept to distinguish duplicates from a restart."""
 HELD = 256
 END_BYTES = 64 << 10
 _log = logging.getLogger("skymemory.router")

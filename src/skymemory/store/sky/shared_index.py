@@ -89,7 +89,7 @@ class SharedIndex:
         self.unwritten = 0
         self.written_beside = 0
         self.locked_out = False
-        """True if the last write waited for the lock in vain."""
+        """True if the last write did not get the lock."""
         self._ahead = False
         """True if we know records that the journal lacks."""
         self._lost = False

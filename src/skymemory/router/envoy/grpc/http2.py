@@ -118,7 +118,7 @@ class Budget:
 class _HeaderBlock(NamedTuple):
     headers: Headers
     bad_request: str
-    """Reason why it is no valid request (RFC 9113, 8.1.1), or empty."""
+    """Reason why it is not a valid request (RFC 9113, 8.1.1), or empty."""
     bad_trailers: str
     length: int | None
 
