@@ -8,6 +8,7 @@ import gc
 import io
 import logging
 import math
+import sys
 import threading
 from typing import Any
 
@@ -768,23 +769,24 @@ def test_a_step_that_failed_is_not_tried_again_with_its_cache(
 
 
 class FailingCall(TorchFunctionMode):  # type: ignore[misc]
-    """The call of torch with this number fails."""
+    """The call of torch with this number fails; those of the clock's hook, after the pass has ended, do not count."""
 
     def __init__(self, number: float) -> None:
         super().__init__()
         self._number, self.calls = number, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        if self.calls == self._number:
-            raise Broken
+        if sys._getframe(1).f_code.co_name != "_ends":
+            self.calls += 1
+            if self.calls == self._number:
+                raise Broken
         return function(*args, **kwargs or {})
 
 
 @pytest.mark.brief()
 @pytest.mark.parametrize("how", ["whole", "begun", "two rows"])
 def test_wherever_a_first_pass_fails_another_try_with_its_cache_is_right_or_refused(how: str) -> None:
-    """A sample of all of torch's calls in it, from the embedding to the last logits."""
+    """Each of torch's calls in it, from the guard's own to the last logits."""
     model, ids = build("Llama"), torch.randint(3, 60, (1, 4 * BLOCK + 6), generator=torch.Generator().manual_seed(2))
 
     def ask(cache: Any = None) -> Any:
@@ -799,7 +801,7 @@ def test_wherever_a_first_pass_fails_another_try_with_its_cache_is_right_or_refu
         with FailingCall(math.inf) as counted:
             ask(kvc.get_cache_ids(ids))
         outcomes = {True: 0, False: 0}
-        for number in range(1, counted.calls + 1, 11):
+        for number in range(1, counted.calls + 1):
             cache = kvc.get_cache_ids(ids)
             with contextlib.suppress(Broken), FailingCall(number):
                 ask(cache)

@@ -478,10 +478,17 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             raise RuntimeError(f"behind {len(tokens)} tokens some in sight are not in the cache")
         for group in self.groups:
             group.flush()
-        for layer in self._attention:
-            layer.fill(len(tokens))
-        if self.states and len(tokens):
-            self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
+        before = [dict(vars(layer)) for layer in self.layers]
+        try:
+            for layer in self._attention:
+                layer.fill(len(tokens))
+            if self.states and len(tokens):
+                self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
+        except BaseException:  # all layers or none, so that another try finds equal lengths
+            for layer, attributes in zip(self.layers, before, strict=True):
+                vars(layer).clear()
+                vars(layer).update(attributes)
+            raise
         self._accounted = self.filled = len(tokens)
         self._seen, self._seen_tokens, self._closed = [tokens], len(tokens), False
         if len(tokens) > len(self.loaded):
