@@ -31,10 +31,12 @@ FLIGHT_SOURCES := flight/Makefile $(shell find flight/core flight/posix -name '*
 SOURCES := pyproject.toml lab/pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 
 help: ## what there is to make
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | while read -r name words; do printf '  make %-11s %s\n' "$$name" "$$words"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | while read -r name words; do \
+	  fold -s -w 57 <<<"$$words" | while read -r line; do printf '  %-20s %s\n' "$${name:+make $$name}" "$$line"; name=; done; \
+	done
 
 $(VENV)/.made:
-	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	@for python in $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.14 python3.13 python3.12 python3.11); do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; python=; \
 	done; \
 	if [ -z "$$python" ]; then \

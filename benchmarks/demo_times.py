@@ -2,7 +2,7 @@
 
 Each demo runs with its output in a pipe, under each condition: with all instructions of the processor, with AVX2 alone,
 on one core, and beside a busy program on each core. Recorded: its estimate and how long it took, the first line, and
-the longest time without a line. A run of a demo and condition replaces the one in the file; others stay.
+the longest time without a line. A run replaces that of the same processor, demo and condition in the file; others stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _bench import print_table, write_json
+from _bench import print_table, processor, write_json
 
 FILE = Path(__file__).parents[1] / "docs" / "benchmarks" / "demo_times.json"
 DEMOS: dict[str, tuple[str, ...]] = {
@@ -121,15 +121,6 @@ def run(demo: str, condition: str) -> dict[str, Any]:
     }
 
 
-def processor() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in found.items()}
-    wide = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx_vnni")
-    flags = facts.get("flags", "").split()
-    return {"processor": facts.get("model name", "unknown"), "instructions": [one for one in wide if one in flags]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", action="append", choices=DEMOS, help="only this one (default: all but vllm)")
@@ -138,23 +129,28 @@ def main() -> None:
     args = parser.parse_args()
     demos = args.demo or [demo for demo in DEMOS if demo != "vllm"]
     known = json.loads(args.json.read_text("utf-8"))["rows"] if args.json.exists() else []
-    rows = {(row["demo"], row["condition"]): row for row in known}
+    rows = {(row["demo"], row["processor"], row["condition"]): row for row in known}
+    here = re.sub(r"^an? ", "", processor())
     for condition in args.condition or CONDITIONS:
+        if condition == "AVX2 only" and here.endswith("with AVX2"):
+            print("AVX2 only: these are all instructions of this processor", file=sys.stderr)
+            continue
         float32_ms, bfloat16_ms = linear_ms(condition)
         for demo in demos:
-            row = {**run(demo, condition), **processor(), "cores": len(os.sched_getaffinity(0))}
+            row = {**run(demo, condition), "processor": here, "cores": len(os.sched_getaffinity(0))}
             row |= {"float32_ms": float32_ms, "bfloat16_ms": bfloat16_ms}
-            rows[demo, condition] = row
+            rows[demo, here, condition] = row
             print(f"{demo}, {condition}: {row['seconds']:.0f} s, estimated {row['estimate_s']:.0f}", file=sys.stderr)
             # After each: a run of hours that is ended keeps what it measured.
-            ordered = [rows[key] for key in sorted(rows, key=lambda key: ([*DEMOS].index(key[0]), key[1]))]
+            ordered = [rows[key] for key in sorted(rows, key=lambda key: ([*DEMOS].index(key[0]), *key[1:]))]
             write_json(args.json, "demo_times", 0, ordered)
     print_table(
         "demos",
-        ("demo", "condition", "estimate s", "took s", "of it", "first line s", "silence s"),
+        ("demo", "processor", "condition", "estimate s", "took s", "of it", "first line s", "silence s"),
         [
             (
                 row["demo"],
+                row["processor"],
                 row["condition"],
                 f"{row['estimate_s']:.0f}",
                 f"{row['seconds']:.0f}",

@@ -300,7 +300,7 @@ def run(args: argparse.Namespace) -> int:
         check_engine_installed("small")
         progress = Progress(sys.stderr if args.json else sys.stdout)
         progress.say("the speed of this computer is measured first, and decides how much is shown")
-        with progress.wait("torch and transformers are loaded", 6.0):
+        with progress.wait("loading torch and transformers", 6.0):
             from skymemory_lab.demo.cake import run_cake
 
         return run_cake(args, progress)

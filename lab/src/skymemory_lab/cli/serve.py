@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     check_serving_installed(args.model)
     progress = Progress(sys.stderr)
-    with progress.wait("torch and transformers are loaded"):
+    with progress.wait("loading torch and transformers"):
         from skymemory_lab.engine.run import EngineSettings, run_engine, run_engines
 
     host, port = args.listen

@@ -127,9 +127,9 @@ _AROUND = 1.2
 def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     """Run the demo. Return 1 if the three ways gave different tokens or did not work as intended."""
     transformers_logging.set_verbosity_error()
-    with progress.wait("a model with random weights is built", 1.0):
+    with progress.wait("building a model with random weights", 1.0):
         runs = CakeRuns(args)
-    with progress.wait("its speed is measured, which decides how long the prompt is", 2.0):
+    with progress.wait("measuring its speed, which decides how long the prompt is", 2.0):
         runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
         probe_s = _probe(runs)
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
@@ -143,7 +143,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     bars = Bars(progress, colour=not args.no_color)
     try:
         # Live bars own the terminal. Otherwise full bars are printed, with a wait between them.
-        with progress.wait("the prompt is computed, and loaded", seconds) if not bars.live else nullcontext():
+        with progress.wait("computing the prompt, and loading it", seconds) if not bars.live else nullcontext():
             rows = _rows(args, runs, bars, tokens, ratios)
     finally:
         bars.close()

@@ -77,7 +77,7 @@ def run_conductor(args: argparse.Namespace) -> int:
     estimate_s = simulated_s + played_s + 0.5
     say_estimate(progress, estimate_s)
     started_s = time.monotonic()
-    with progress.wait(f"the cluster is simulated under {len(cells)} schedulers", simulated_s):
+    with progress.wait(f"simulating the cluster under {len(cells)} schedulers", simulated_s):
         runs = sweep(run_of, cells)
     changed_s = progress.seconds + played_s
     if abs(changed_s - estimate_s) > 0.2 * estimate_s:

@@ -92,9 +92,9 @@ def run_disagg(args: argparse.Namespace) -> int:
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
-        with progress.wait("a model is made"):
+        with progress.wait("making a model"):
             model = None if own else args.model or random_model(folder / "model", progress)
-        with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
+        with progress.wait("starting a constellation of 95 satellites and the store daemon in front of it"):
             stack.enter_context(constellation(folder))
             store = stack.enter_context(store_daemon(folder))
         roles = ("producer", "consumer")
@@ -106,26 +106,26 @@ def run_disagg(args: argparse.Namespace) -> int:
             )
             for role in roles
         ]
-        with progress.wait("two engines start: one prefills, one decodes", start_s * slow):
+        with progress.wait("starting two engines: one prefills, one decodes", start_s * slow):
             for engine in engines:
                 engine.wait()
         prefill, decode = (engine.url for engine in engines)
         ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover, "--split-from", "0")
         plain_router = stack.enter_context(router(folder, "router", *ways))
-        with progress.wait("the router starts"):
+        with progress.wait("starting the router"):
             plain_router.wait()
-        with progress.wait("requests are answered, one after the other", args.requests * request_s * slow):
+        with progress.wait("sending requests, one after the other", args.requests * request_s * slow):
             rows, same = _one_by_one(plain_router.url, prefill, decode, args.requests, progress)
         promise_s = _TTFT_TIMES * max(row.ttft_s for row in rows)
         strict_router = stack.enter_context(
             router(folder, "strict", *ways, "--admission", "early", "--ttft", f"{promise_s:.3f}s")
         )
-        with progress.wait("a router that refuses early starts"):
+        with progress.wait("starting a router that refuses early"):
             strict_router.wait()
         progress.say(f"a burst of {args.burst} requests, each with a promise of {promise_s:.2f} s to its first token")
-        with progress.wait(f"a burst of {args.burst} requests", args.burst / 2 * request_s * slow):
+        with progress.wait(f"sending a burst of {args.burst} requests", args.burst / 2 * request_s * slow):
             burst = _burst(strict_router.url, prefill, args.burst, promise_s)
-        with progress.wait("all processes end"):
+        with progress.wait("ending all processes"):
             stack.close()
     if args.json:
         print(json.dumps({"requests": [asdict(row) for row in rows], "same_words": same, "burst": burst}))

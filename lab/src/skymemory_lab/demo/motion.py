@@ -424,7 +424,7 @@ def _constellation(
         directory = RunDirectory(folder)
         running: Started | None = None
         try:
-            with progress.wait("the constellation starts", 2.0):
+            with progress.wait("starting the constellation", 2.0):
                 running = start_on_free_ports(
                     directory,
                     plan_at,

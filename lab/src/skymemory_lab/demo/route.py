@@ -288,7 +288,7 @@ async def _demonstrate(
     args: argparse.Namespace, screen: Screen, progress: Progress
 ) -> tuple[Stage, list[OfferedLoad], float]:
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
-    with progress.wait("the prompts are made", 1.0):
+    with progress.wait("making the prompts", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
     distinct = _distinct(loads)
     cache_blocks = max(1, int(distinct * CACHE_SHARE))
@@ -296,7 +296,7 @@ async def _demonstrate(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-")))
         words = ("serve", "--model", "small", "--engines", str(ENGINES), "--listen", "127.0.0.1:0", "--threads", "1")
         cache = ("--cache", str(cache_blocks * BLOCK_BYTES), "--kv-events", "tcp://127.0.0.1:*")
-        with progress.wait(f"{ENGINES} engines start", _START_S * slowdown()):
+        with progress.wait(f"starting {ENGINES} engines", _START_S * slowdown()):
             urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -305,7 +305,7 @@ async def _demonstrate(
         random.Random(args.seed).shuffle(order)
         # A shuffled order: no strategy always runs first, on a cold machine.
         stage = Stage(client, urls, screen, order)
-        with progress.wait("the engines' speed is measured", 4.0):
+        with progress.wait("measuring the engines' speed", 4.0):
             await stage.measure(args.seed)  # warms up what is slow only the first time
             speed = await stage.measure(args.seed + 1)
         around_s = len(order) * _ROUTER_S * slowdown()
@@ -339,7 +339,7 @@ async def _demonstrate(
                     screen.say("; ".join(figures(row)))
         if screen.live:
             screen.show(final(stage.rows).lines)
-        with progress.wait("the engines end") if not screen.live else contextlib.nullcontext():
+        with progress.wait("ending the engines") if not screen.live else contextlib.nullcontext():
             await stack.aclose()
         return stage, loads, estimate_s
 

@@ -55,7 +55,7 @@ def _constellation(progress: Progress) -> Iterator[tuple[ConstellationPlan, RunD
         directory = RunDirectory(folder)
         running: Started | None = None
         try:
-            with progress.wait("the constellation starts", 2.0):
+            with progress.wait("starting the constellation", 2.0):
                 running = start_on_free_ports(
                     directory,
                     # As in the paper: all values on ten satellites.
@@ -104,7 +104,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
     )
     progress.say(f"table 3, {limit}: first the speed of this computer is measured, which the size depends on")
     with _constellation(progress) as (plan, directory):
-        with progress.wait("torch and transformers are loaded", 6.0):
+        with progress.wait("loading torch and transformers", 6.0):
             from transformers.utils import logging as transformers_logging
 
             from skymemory_lab.demo.speeds import measure_speeds
@@ -112,7 +112,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
 
             transformers_logging.set_verbosity_error()
             transformers_logging.disable_progress_bar()
-        with progress.wait("the speed of this computer is measured", 2.0):
+        with progress.wait("measuring this computer's speed", 2.0):
             speeds = measure_speeds()
         size, words = _size(args, speeds, promised_s, progress)
         run = TimedRun(progress, Estimate(parts(speeds, size), spent_s=progress.seconds + _END_S * speeds.slowdown))

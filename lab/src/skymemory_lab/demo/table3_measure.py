@@ -171,7 +171,7 @@ class Table3:
         ):
             _generate(model, ids[:, :BLOCK_TOKENS], 2, None)
         # Hashed once: gigabytes of weights take seconds, and each manager would hash them again.
-        with self._run.part("the weights are hashed", "digest"):
+        with self._run.part("hashing the weights", "digest"):
             revision = weights_digest(model)
         rows: list[CodecRow] = []
         rotation: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class Table3:
             with _store(self._plan, self._directory) as store:
                 try:
                     # Blocks of a context may be in any codec; a separate salt keeps the three runs apart.
-                    with self._run.part(f"{codec}: the model is examined", f"{codec}: manager"):
+                    with self._run.part(f"{codec}: examining the model", f"{codec}: manager"):
                         manager = KVCManager(
                             model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
                         )
@@ -191,7 +191,7 @@ class Table3:
                 with manager as kvc:
                     # The disclosure's example: the first generate computes, add_blocks stores the result.
                     computed = self._generated(model, ids, kvc, reports, codec, "without the cache", "")
-                    with self._run.part(f"{codec}: blocks are encoded and stored", f"{codec}: storing"):
+                    with self._run.part(f"{codec}: encoding and storing blocks", f"{codec}: storing"):
                         stored = kvc.add_blocks_ids(ids)
                     self._say(f"{codec}: computed in {format_duration(computed.first_s)}; {stored.describe()}")
                     if reference is None:
@@ -260,7 +260,7 @@ class Table3:
 
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         args, size = self._args, self._size
-        with self._run.part("the model's weights are made", "model") as wait:
+        with self._run.part("making the model's weights", "model") as wait:
             if args.model is None:
                 ready = ready_tinyllama(size.shape.layers, seed=args.seed, dtype=size.dtype, report=wait.on_progress)
             else:

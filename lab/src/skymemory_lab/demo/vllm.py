@@ -54,20 +54,20 @@ def run_vllm(args: argparse.Namespace) -> int:
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
-        with progress.wait("a model is made"):
+        with progress.wait("making a model"):
             model = args.model or random_model(folder / "model", progress, windows=args.windows)
-        with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
+        with progress.wait("starting a constellation of 95 satellites and the store daemon in front of it"):
             stack.enter_context(constellation(folder))
             store = stack.enter_context(store_daemon(folder))
         for name in ("first", "second"):
             with vllm_server(python, model, folder, name, store) as server:
-                with progress.wait(f"the {name} vLLM starts", _START_S * slow):
+                with progress.wait(f"starting the {name} vLLM", _START_S * slow):
                     server.wait()
-                with progress.wait(f"the {name} vLLM answers {len(_QUESTIONS)} questions", _ASK_S * slow):
+                with progress.wait(f"asking the {name} vLLM {len(_QUESTIONS)} questions", _ASK_S * slow):
                     answers.append(_ask(python, server.url, document))
-                with progress.wait("what was computed is stored", _SAVED_S):
+                with progress.wait("storing what was computed", _SAVED_S):
                     time.sleep(_SAVED_S)
-        with progress.wait("all processes end"):
+        with progress.wait("ending all processes"):
             stack.close()
     if args.json:
         print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))

@@ -99,15 +99,15 @@ class Engine:
 
     def _build(self, settings: EngineSettings, progress: Progress) -> None:
         torch.set_num_threads(settings.threads)  # by default each of several engines would use all cores
-        with progress.wait(f"the model {settings.model!r} is loaded") as wait:
+        with progress.wait(f"loading the model {settings.model!r}") as wait:
             ready = ready_model(settings.model, dtype=settings.dtype, report=wait.on_progress)
         self.name = settings.served_name or Path(settings.model).resolve().name
         context_tokens = _context(ready, settings.context_tokens)
-        with progress.wait("the model computes its first tokens"):
+        with progress.wait("computing the model's first tokens"):
             _warm(ready, context_tokens)
         self.publisher: KVPublisher | None = None
         sources: list[dict[str, object]] = []
-        with progress.wait("the weights are hashed, and the cache is prepared"):
+        with progress.wait("hashing the weights and preparing the cache"):
             self.caches = PrefixCaches(
                 ready.model, ready.tokenizer, settings.cache_bytes, settings.block_tokens, settings.policy
             )
