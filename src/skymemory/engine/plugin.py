@@ -49,7 +49,8 @@ class PluginSettings:
     )
     ask_deadline_s: float = setting("ask_deadline", duration, 0.5, "how long to wait for an answer whether it is there")
     load_deadline_s: float = setting("load_deadline", duration, 5.0, "how long to wait for values")
-    store_deadline_s: float = setting("store_deadline", duration, 10.0, "how long to wait until values are stored")
+    # With the two questions of a save that hangs it stays below the 10 s for which SGLang joins its threads.
+    store_deadline_s: float = setting("store_deadline", duration, 8.0, "how long to wait until values are stored")
     queue_bytes: int = setting("queue", size, 256 << 20, "bound on bytes that wait to be stored; more are not stored")
 
     @classmethod
