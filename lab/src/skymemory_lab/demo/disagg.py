@@ -39,7 +39,9 @@ from skymemory_lab.demo.estimate import format_took, say_estimate
 from skymemory_lab.demo.resources import contention, slowdown
 
 _NEW_TOKENS = 16
-_AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 13.0, 10.0, 60.0, 0.2, 3.0
+_WAITS_S = 15.0
+"""Seconds that no processor shortens: processes that wait for each other."""
+_OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 6.0, 58.0, 0.2, 3.0
 """Seconds of constellation and routers, engine start, and request."""
 _CHECKED = 3
 """Requests that the prefill engine also answers alone."""
@@ -88,7 +90,7 @@ def run_disagg(args: argparse.Namespace) -> int:
     progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown() * contention(2)
     start_s, request_s = (_OWN_START_S, _OWN_REQUEST_S) if own else (_VLLM_START_S, _VLLM_REQUEST_S)
     request_count = args.requests + min(_CHECKED, args.requests) + 4 + args.burst / 2
-    estimate_s = slow * (_AROUND_S + start_s + request_count * request_s)
+    estimate_s = _WAITS_S + slow * (start_s + request_count * request_s)
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
