@@ -42,7 +42,7 @@ _NEW_TOKENS = 16
 _WAITS_S = 15.0
 """Seconds that no processor shortens: processes that wait for each other."""
 _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 6.0, 58.0, 0.2, 3.0
-"""Seconds of constellation and routers, engine start, and request."""
+"""Seconds of engine start, and of a request."""
 _CHECKED = 3
 """Requests that the prefill engine also answers alone."""
 _PATIENCE_S = 300.0
