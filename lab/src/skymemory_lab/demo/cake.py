@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -120,6 +120,7 @@ _AIM_S, _QUICK_AIM_S = 2.0, 0.8
 _LEAST_S = 10.0
 _PROBE_S = 1.5
 _MOST_PROBES = 12
+_PREPARING = "storing the prompt and computing it alone"
 _AROUND = 1.2
 """Factor for the work between the runs, measured on two cores of an Intel Xeon."""
 
@@ -135,18 +136,22 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
     left_s = max(_LEAST_S, 0.9 * promised_s - progress.seconds)
     tokens, ratios, seconds = plan_runs(probe_s, left_s, quick=args.quick, tokens=args.tokens)
-    estimate = Estimate([EstimatedPart("runs", seconds)], spent_s=progress.seconds)
+    parts_s = _parts_s(probe_s, tokens, ratios, quick=args.quick)
+    names = (_PREPARING, *map(_link, ratios))
+    parts = [EstimatedPart(name, part_s, "run") for name, part_s in zip(names, parts_s, strict=True)]
+    estimate = Estimate(parts, spent_s=progress.seconds)
     progress.say(f"estimate: {format_estimate(estimate.first_s)} in all")
-    if len(ratios) < len(RATIOS):
-        left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in ratios)
-        progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
     bars = Bars(progress, colour=not args.no_color)
+    links = LinkRuns(ratios, estimate, bars, progress, None if args.tokens else promised_s)
     try:
         # Live bars own the terminal. Otherwise full bars are printed, with a wait between them.
         with progress.wait("computing the prompt, and loading it", seconds) if not bars.live else nullcontext():
-            rows = _rows(args, runs, bars, tokens, ratios)
+            rows = _rows(args, runs, bars, tokens, links)
     finally:
         bars.close()
+    if len(rows) < len(RATIOS):
+        left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in [row.ratio for row in rows])
+        progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
     same = len({result.first_token for row in rows for result in (row.compute, row.load, row.both)}) == 1
     is_correct = same and all(row.compute.loaded_tokens == 0 == row.load.computed_tokens for row in rows)
     if args.json:
@@ -198,15 +203,53 @@ def plan_runs(
 
 
 def _seconds_of(probe_s: float, tokens: int, ratios: Sequence[float], *, quick: bool) -> float:
+    return sum(_parts_s(probe_s, tokens, ratios, quick=quick))
+
+
+def _parts_s(probe_s: float, tokens: int, ratios: Sequence[float], *, quick: bool) -> list[float]:
+    """Return the seconds before the first link, and those of each link."""
     compute_s = probe_s * tokens / PROBE_TOKENS
-    total_s = 4 * compute_s
+    parts_s = [4 * compute_s]
     for at, ratio in enumerate(ratios):
         computed = 1 if not at or not quick else 0
-        total_s += compute_s * (computed + 1 / ratio + 1 / (1 + ratio)) + probe_s * (1 / ratio + (at == 0))
-    return total_s * _AROUND
+        parts_s.append(compute_s * (computed + 1 / ratio + 1 / (1 + ratio)) + probe_s * (1 / ratio + (at == 0)))
+    return [_AROUND * part_s for part_s in parts_s]
 
 
-def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, ratios: Sequence[float]) -> list[RateRow]:
+def _link(ratio: float) -> str:
+    return f"the link of {ratio:g} times the even rate"
+
+
+class LinkRuns:
+    """Link rates whose runs end within the promised time, as far as those before let expect."""
+
+    def __init__(
+        self, ratios: Sequence[float], estimate: Estimate, bars: Bars, progress: Progress, promised_s: float | None
+    ) -> None:
+        self._ratios, self._estimate, self._bars, self._progress = ratios, estimate, bars, progress
+        self._promised_s = math.inf if promised_s is None else promised_s
+        self._started_s = progress.seconds
+
+    def on_prepared(self) -> None:
+        self._on_part(_PREPARING)
+
+    def __iter__(self) -> Iterator[float]:
+        for at, ratio in enumerate(self._ratios):
+            if at and self._progress.seconds + self._estimate.seconds_of(_link(ratio)) > self._promised_s:
+                self._estimate.skip(_link(ratio))
+                continue
+            yield ratio
+            self._on_part(_link(ratio))
+
+    def _on_part(self, name: str) -> None:
+        now_s = self._progress.seconds
+        self._estimate.on_part(name, now_s - self._started_s)
+        self._started_s = now_s
+        if words := self._estimate.correction(now_s):
+            self._bars.say(words)
+
+
+def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, links: LinkRuns) -> list[RateRow]:
     # 1. Store the shown prompt and compute it alone. Link rates are relative to that time: at ratio 1 loading takes as
     #    long as computing, and doing both gains most.
     # 2. For each rate, learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
@@ -216,8 +259,9 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, rat
     compute_s = min(runs.run(tokens, "compute", _UNLIMITED).seconds for _ in range(2))
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
+    links.on_prepared()
     rows: list[RateRow] = []
-    for ratio in ratios:
+    for ratio in links:
         runs.learn(even * ratio)
         done = {}
         for word, loading in SIDES:

@@ -15,7 +15,7 @@ from skymemory.engine.inputs import is_model_name, small_model_folder
 from skymemory_lab.demo.estimate import EstimatedPart
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
-PLANNED_SHARE = 0.85
+PLANNED_SHARE = 0.72
 """Share of the promised time, because other programs may start meanwhile."""
 PROBED_TOKENS = 512
 DTYPES = {"bfloat16": 2, "float32": 4}
