@@ -285,6 +285,7 @@ def run(args: argparse.Namespace) -> int:
         if args.requests is not None and not 10 <= args.requests <= 5000:
             raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")
         check_serving_installed("small")
+        args.are_strategies_chosen = args.strategies is not None
         args.strategies = args.strategies or (_QUICK_STRATEGIES if args.quick else _STRATEGIES)
         from skymemory_lab.demo.route import run_route
 

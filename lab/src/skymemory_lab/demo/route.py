@@ -63,7 +63,9 @@ PROBE_TOKENS = 600
 _PROBES = 2
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
 """Limits below the time that the README promises."""
-_SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
+_SHORTER = ((1, CHARACTERS_PER_BLOCK), (1, 64), (1, 48), (1, 32), (1, 24), (2, 24))
+"""Parts of the requests, and characters per 512 generator tokens."""
+_LEFT_OUT_FIRST = ("random", "least-load", "precise", "round-robin")
 _START_S, _ROUTER_S = 8.0, 1.2
 """Seconds of the engines' start and of a router."""
 _TAIL = 1.4
@@ -182,6 +184,9 @@ class Stage:
         self.screen = screen
         nothing = [0] * len(urls)
         self.rows = [RouteRow(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
+
+    def keep(self, strategies: Sequence[str]) -> None:
+        self.rows = [row for row in self.rows if row.strategy in strategies]
 
     def expect(self, requests: int) -> None:
         for row in self.rows:
@@ -308,18 +313,28 @@ async def _demonstrate(
         with progress.wait("measuring the engines' speed", 4.0):
             await stage.measure(args.seed)  # warms up what is slow only the first time
             speed = await stage.measure(args.seed + 1)
-        around_s = len(order) * _ROUTER_S * slowdown()
+        router_s = _ROUTER_S * slowdown()
         left_s = (_QUICK_PROMISED_S if args.quick else _PROMISED_S) - progress.seconds
-        # A slow computer sends shorter prompts, in one round instead of two. --requests is obeyed.
+        # A slow computer sends shorter and fewer prompts, in one round instead of two, under fewer strategies. --requests and
+        # --strategies are obeyed.
         if args.requests is None:
-            for characters in _SHORTER:
-                if _seconds_of(loads, speed, order, around_s) <= left_s:
+            for part, characters in _SHORTER:
+                if _seconds_of(loads, speed, order, router_s) <= left_s:
                     break
-                loads = _loads(args, count, 1, characters)
+                loads = _loads(args, count // part, 1, characters)
             distinct = _distinct(loads)
+        left_out = [] if args.are_strategies_chosen else [name for name in _LEFT_OUT_FIRST if name in order]
+        for at, name in enumerate(left_out):
+            if _seconds_of(loads, speed, order, router_s) <= left_s:
+                del left_out[at:]
+                break
+            order.remove(name)
+        if left_out:
+            stage.keep(order)
+            screen.say(f"left out, since this computer is too slow or too busy: {', '.join(left_out)}")
         requests = sum(len(load.asked) for load in loads)
         stage.expect(requests)
-        estimate_s = progress.seconds + _seconds_of(loads, speed, order, around_s)
+        estimate_s = progress.seconds + _seconds_of(loads, speed, order, router_s)
         screen.say(
             f"{requests} prompts, {_tokens(loads) / requests:,.0f} tokens each on average; one cache with room for "
             f"everything would supply {_best_hits(loads):.0%} of them"
@@ -359,8 +374,8 @@ def _distinct(loads: Sequence[OfferedLoad]) -> float:
     return sum(load.distinct_blocks for load in loads) / len(loads)
 
 
-def _seconds_of(loads: Sequence[OfferedLoad], speed: Speed, strategies: Sequence[str], around_s: float) -> float:
-    return len(strategies) * sum(map(speed.span_s, loads)) * _TAIL + len(loads) * around_s
+def _seconds_of(loads: Sequence[OfferedLoad], speed: Speed, strategies: Sequence[str], router_s: float) -> float:
+    return len(strategies) * (sum(map(speed.span_s, loads)) * _TAIL + len(loads) * router_s)
 
 
 def _best_hits(loads: Sequence[OfferedLoad]) -> float:
