@@ -315,8 +315,8 @@ async def _demonstrate(
             speed = await stage.measure(args.seed + 1)
         router_s = _ROUTER_S * slowdown()
         left_s = (_QUICK_PROMISED_S if args.quick else _PROMISED_S) - progress.seconds
-        # A slow computer sends shorter and fewer prompts, in one round instead of two, under fewer strategies. --requests and
-        # --strategies are obeyed.
+        # A slow computer sends shorter and fewer prompts, in one round instead of two, under fewer strategies. What
+        # --requests and --strategies say is obeyed.
         if args.requests is None:
             for part, characters in _SHORTER:
                 if _seconds_of(loads, speed, order, router_s) <= left_s:
