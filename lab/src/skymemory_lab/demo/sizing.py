@@ -15,7 +15,7 @@ from skymemory.engine.inputs import is_model_name, small_model_folder
 from skymemory_lab.demo.estimate import EstimatedPart
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
-PLANNED_SHARE = 0.72
+PLANNED_SHARE = 0.8
 """Share of the promised time, because other programs may start meanwhile."""
 PROBED_TOKENS = 512
 DTYPES = {"bfloat16": 2, "float32": 4}
@@ -143,6 +143,8 @@ _STORE_S, _READ_S, _ROTATE_S = 0.06, 0.12, 0.4
 _EXAMINED = 7
 """Short passes by which a cache examines its model."""
 _TOKEN_S = 0.003
+_AROUND = 1.12
+"""Factor for the work between the parts, the mean of eight conditions on two processors."""
 _CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 
@@ -186,7 +188,7 @@ def parts(speeds: ComputerSpeeds, size: Size) -> list[EstimatedPart]:
             EstimatedPart(f"{codec}: other tokens from the sky", later_s, "decode"),
             EstimatedPart(f"{codec}: logits", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"),
         ]
-    return result
+    return [replace(part, seconds=_AROUND * part.seconds) for part in result]
 
 
 def reasons(speeds: ComputerSpeeds, size: Size, *, quick: bool, promised_s: float) -> list[str]:
