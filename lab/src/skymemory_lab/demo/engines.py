@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import skymemory
+import skymemory_lab
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.errors import InvalidInput
 from skymemory.installation import make_command
@@ -233,4 +234,7 @@ def router(folder: Path, name: str, *options: str) -> AbstractContextManager[Htt
 
 
 def our_package() -> str:
-    return str(Path(skymemory.__file__).parents[1])
+    """Return the PYTHONPATH with which another environment's Python finds product and laboratory."""
+    return os.pathsep.join(
+        dict.fromkeys(str(Path(str(package.__file__)).parents[1]) for package in (skymemory, skymemory_lab))
+    )
