@@ -70,7 +70,7 @@ def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
     return min(times_s) / _REFERENCE_LOOP_S
 
 
-def contention(processes: int) -> float:
+def contention(processes: float) -> float:
     """Return the slowdown of ``processes`` concurrent processes against a core each."""
     other_running = math.inf
     for _ in range(5):  # the least of several samples: a program that runs for a moment slows nothing

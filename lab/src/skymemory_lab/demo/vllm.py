@@ -49,7 +49,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     document = shipped_document()[: args.characters]
     answers = []
     progress = Progress(sys.stderr)
-    slow = slowdown(time.thread_time) * contention(1)
+    slow = slowdown(time.thread_time) * contention(1.6)  # API server and engine take turns for a part of it
     estimate_s = _AROUND_S * slow + 2 * (_START_S * slow + _ASK_S * slow + _SAVED_S)
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
