@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skymemory.errors import InvalidInput, missing_extra, os_reason, quoted
 from skymemory.units import parse_duration, parse_fraction, parse_size, parse_whole
@@ -64,6 +64,35 @@ def add_links(parser: argparse.ArgumentParser) -> None:
     add("--down", type=rate, default="1.2G", metavar="RATE", help="a beam down (default: 1.2G)")
     add("--isl", type=rate, default="20G", metavar="RATE", help="a link between satellites (default: 20G)")
     add("--server-time", type=duration, default="20us", metavar="T", help="a satellite's, for a chunk (default: 20us)")
+
+
+_SETTING = "settings."
+
+
+def add_settings_file(parser: argparse.ArgumentParser, what: str = "settings in TOML") -> None:
+    parser.add_argument("--settings", type=Path, metavar="FILE", help=what)
+
+
+def add_setting(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Return a function that adds an option for a key of the settings file, such as ``limits.max_body``."""
+
+    def add(option: str, key: str, **how: Any) -> argparse.Action:
+        return parser.add_argument(option, dest=_SETTING + key, default=None, **how)
+
+    return add
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``add_setting`` that were given, as a table such as the file's."""
+    tables: dict[str, Any] = {}
+    for name, value in vars(args).items():
+        if name.startswith(_SETTING) and value is not None:
+            *sections, key = name.removeprefix(_SETTING).split(".")
+            table = tables
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[key] = value
+    return tables
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:

@@ -534,7 +534,7 @@ class Settings:
         if not (self.admission.ttft_s and self.admission.tbt_s):
             raise InvalidInput(
                 "backends: elastic: set the objectives, which say how much load a pool can take: admission: ttft "
-                "(--ttft) and tbt (--tbt)"
+                "and tbt"
             )
         if self.replicas.redis:
             raise InvalidInput("backends: elastic: one router decides on the roles; leave out `replicas`")

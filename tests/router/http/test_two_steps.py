@@ -535,10 +535,9 @@ def test_flags_name_the_roles() -> None:
         "http://b:1",
         "--backend",
         "http://c:1",
-        "--handover",
-        "overlap",
     ]
-    settings = settings_from(_flags(build_parser(["route"]).parse_args(words)))
+    flags = _flags(build_parser(["route"]).parse_args(words))
+    settings = settings_from({**flags, "disaggregation": {"handover": "overlap"}})
     assert {each.name: each.role for each in settings.backends} == {"a:1": "prefill", "b:1": "decode", "c:1": "both"}
     assert settings.disaggregation.handover == "overlap" and settings.splits
     with pytest.raises(InvalidInput, match="handover: 'then': expected one of after, overlap"):
