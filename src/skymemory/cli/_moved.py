@@ -5,6 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 _ROUTER = "docs/reference/router.md"
+_SETTINGS = "docs/reference/settings.md"
+_SKY = {
+    "--tle": "tle",
+    "--shell": "shell",
+    "--skip-bad": "skip_bad",
+    "--memory-per-satellite": "memory_per_satellite",
+    "--servers": "servers",
+    "--strategy": "strategy",
+    "--links": "links",
+    "--chunk": "chunk",
+    "--eviction": "eviction",
+    "--replacement": "replacement",
+    "--sweep": "sweep",
+    "--keys": "keys",
+    "--host-at": "ground.at",
+    "--host-path": "ground.path",
+    "--mask": "ground.mask",
+    "--gateway": "ground.gateway",
+    "--loss": "faults.loss",
+    "--duplicate": "faults.duplicate",
+    "--reorder": "faults.reorder",
+    "--corrupt": "faults.corrupt",
+    "--fault-seed": "faults.seed",
+}
 _MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "route": (
         _ROUTER,
@@ -57,6 +81,8 @@ _MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "--envoy-listen": "listen",
         },
     ),
+    "constellation up": (_SETTINGS, _SKY),
+    "constellation plan": (_SETTINGS, _SKY),
 }
 """By verb: the page that documents the file, and each option's key."""
 

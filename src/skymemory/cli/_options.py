@@ -6,12 +6,14 @@ import argparse
 import errno
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from skymemory.config import overlaid
 from skymemory.errors import InvalidInput, missing_extra, os_reason, quoted
+from skymemory.files import read_toml
 from skymemory.units import parse_duration, parse_fraction, parse_size, parse_whole
 
 T = TypeVar("T")
@@ -93,6 +95,17 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
                 table = table.setdefault(section, {})
             table[key] = value
     return tables
+
+
+def read_settings(args: argparse.Namespace, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what ``read`` makes of the settings file, with the options given in place of its keys."""
+    content = {} if args.settings is None else read_toml(args.settings)
+    try:
+        return read(overlaid(content, given_settings(args)))
+    except InvalidInput as error:
+        if args.settings is None:
+            raise
+        raise InvalidInput(f"{args.settings}: {error}") from error
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:

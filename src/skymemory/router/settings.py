@@ -17,6 +17,7 @@ from skymemory.conductor.cost_model import PRESETS, CostModel
 from skymemory.config import (
     duration,
     filled,
+    overlaid,
     path,
     setting,
     share,
@@ -570,7 +571,7 @@ def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> 
     table: dict[str, Any] = {} if file is None else read_toml(file)
     where = "the flags" if file is None else str(file)
     try:
-        return settings_from(_over(table, flags or {}))
+        return settings_from(overlaid(table, flags or {}))
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
 
@@ -597,14 +598,6 @@ def _table(value: object, name: str) -> Mapping[str, Any]:
 
 def _backend(value: object) -> Mapping[str, Any]:
     return {"url": value} if isinstance(value, str) else _table(value, "backends")
-
-
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        previous = merged.get(key)
-        merged[key] = _over(previous, value) if isinstance(value, Mapping) and isinstance(previous, Mapping) else value
-    return merged
 
 
 def read_cost(file: Path) -> CostModel:
