@@ -243,6 +243,17 @@ def text(value: object) -> str:
     return value
 
 
+def one_of(*words: str) -> Callable[[object], str]:
+    """Return a reader of one of ``words``."""
+
+    def read(value: object) -> str:
+        if value not in words:
+            raise InvalidInput(f"{value!r}: {suggestion(str(value), words)}")
+        return str(value)
+
+    return read
+
+
 def texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise InvalidInput(f"{quoted(value)}: expected a list of texts")

@@ -305,7 +305,8 @@ def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path:
     for _ in range(3):
         assert sky("kv", "get", "value.bin", "--out", str(tmp_path / "back.bin")).returncode == 0
         assert (tmp_path / "back.bin").read_bytes() == value
-    other = sky("kv", "get", "value.bin", "--access", "los" if access == "onboard" else "onboard")
+    mode = "los" if access == "onboard" else "onboard"
+    other = sky("kv", "get", "value.bin", "--store", f"constellation?access={mode}")
     assert other.returncode == 2 and "its box moves differently" in other.stderr
     assert (sky("constellation", "rotate").returncode == 0) == (access == "hybrid")
 

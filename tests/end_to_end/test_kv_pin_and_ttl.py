@@ -57,7 +57,7 @@ def test_pinned_stays_expired_goes_and_the_rest_makes_room(sky, tmp_path: Path) 
     assert gone.returncode == 1 and "not in the constellation" in gone.stderr
     for number in range(12):
         assert sky("kv", "put", "file", "--key", f"other-{number}").returncode == 0
-    got = sky("kv", "get", "kept", "-o", "copy", "--no-index")
+    got = sky("kv", "get", "kept", "-o", "copy", "--store", "constellation?index=no")
     assert got.returncode == 0 and (tmp_path / "copy").read_bytes() == data
     assert sky("kv", "get", "other-0", "-o", "copy").returncode == 1
     for number in (10, 11):

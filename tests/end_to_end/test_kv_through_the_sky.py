@@ -73,7 +73,9 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
     assert got.returncode == 0, got.stderr
     copy = sky.folder / "copy.bin"
     assert copy.read_bytes() == big
-    for options in (["--no-index"], ["--access", "gateway"], ["--no-index", "--access", "gateway"]):
+    for options in (
+        ["--store", f"constellation?{how}"] for how in ("index=no", "access=gateway", "index=no&access=gateway")
+    ):
         copy.unlink()
         code, _, err = skymemory("kv", "get", "big.bin", "-o", str(copy), "--run-dir", str(sky.run_dir), *options)
         assert code == 0 and copy.read_bytes() == big, err
@@ -82,7 +84,7 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
     assert (plan["pushed_slot_moves"], plan["pushed_plane_moves"]) == (2, 1)  # for hosts that start later
     status = json.loads(sky("constellation", "status", "--json").stdout)
     assert status["delay_error_p99_us"] > 0  # how far it is off says more of the machine than of us
-    got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--no-index")
+    got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--store", "constellation?index=no")
     assert got.returncode == 0, got.stderr
     assert (sky.folder / "copy.bin").read_bytes() == big
     assert [entry["key"] for entry in json.loads(sky("kv", "list", "--json").stdout)] == ["big.bin"]

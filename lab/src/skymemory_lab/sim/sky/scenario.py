@@ -22,6 +22,7 @@ from skymemory.config import (
     duration,
     filled,
     integer,
+    one_of,
     positive,
     setting,
     size,
@@ -91,16 +92,7 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _one_of(*known: str) -> Any:
-    def read(value: object) -> str:
-        if value not in known:
-            raise InvalidInput(f"{value!r}; {suggestion(str(value), known)}")
-        return str(value)
-
-    return read
-
-
-_engine, _rule, _pattern = _one_of(*ENGINES), _one_of(*GATEWAY_RULES), _one_of(*PATTERNS)
+_engine, _rule, _pattern = one_of(*ENGINES), one_of(*GATEWAY_RULES), one_of(*PATTERNS)
 
 
 def _sizes(value: object) -> tuple[int, ...]:
