@@ -1,25 +1,54 @@
-"""Options that are keys of settings files now."""
+"""Options that are keys of settings files now, or were replaced."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from skymemory.cli._moved import _MOVED
-from skymemory.cli.main import main
+from skymemory.cli._moved import _MOVED, _REPLACED
+from skymemory.cli.main import main, verb_names
 
 ROOT = Path(__file__).parents[2]
+NEEDED = {
+    "constellation plan": "--out p --host 127.0.0.1:1",
+    "store serve": "memory",
+    "replay": "--url http://127.0.0.1:1",
+    "kv put": "x",
+    "kv get": "x",
+    "kv pin": "x",
+    "kv delete": "x",
+    "reproduce": "cake",
+    "cluster up": "cluster.toml",
+}
+"""Words without which a verb's parser refuses everything."""
 MOVED = [(verb, page, option, key) for verb, (page, keys) in _MOVED.items() for option, key in keys.items()]
+REPLACED = [(verb, option, advice) for verb, options in _REPLACED.items() for option, advice in options.items()]
 
 
-@pytest.mark.parametrize(("verb", "page", "option", "key"), MOVED, ids=lambda word: word)
+def error_of(verb: str, option: str, capsys: pytest.CaptureFixture[str]) -> str:
+    if verb.split()[0] not in verb_names():
+        pytest.skip("the laboratory is not installed")
+    assert main([*verb.split(), *NEEDED.get(verb, "").split(), option, "1"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "page", "option", "key"), MOVED)
 def test_the_error_of_a_moved_option_names_its_key(
     verb: str, page: str, option: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if verb not in ("route", "epp"):
-        pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
-    assert main([*verb.split(), option, "1"]) == 2
-    error = capsys.readouterr().err
-    assert f"{option} is a key of the settings file now: {key.rpartition('.')[2]} = " in error and page in error
-    assert f"| `{key.rpartition('.')[2]}` |" in (ROOT / page).read_text("utf-8")
+    error = error_of(verb, option, capsys)
+    name = key.rpartition(".")[2]
+    assert f"{option} is a key of the settings file now: {name} = …" in error and page in error
+    text = (ROOT / page).read_text("utf-8")
+    if page.endswith("settings.md"):
+        text = next(part for part in re.split("^## ", text, flags=re.M) if part.startswith(f"`skymemory {verb[:16]}"))
+    assert f"| `{name}` |" in text or f"`[{name}]`" in text
+
+
+@pytest.mark.parametrize(("verb", "option", "advice"), REPLACED)
+def test_the_error_of_a_replaced_option_says_by_what(
+    verb: str, option: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{option} was replaced: {advice}" in error_of(verb, option, capsys)

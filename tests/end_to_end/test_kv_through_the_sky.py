@@ -74,10 +74,11 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
     copy = sky.folder / "copy.bin"
     assert copy.read_bytes() == big
     for options in (
-        ["--store", f"constellation?{how}"] for how in ("index=no", "access=gateway", "index=no&access=gateway")
+        ["--store", f"constellation://{sky.run_dir}?{how}"]
+        for how in ("index=no", "access=gateway", "index=no&access=gateway")
     ):
         copy.unlink()
-        code, _, err = skymemory("kv", "get", "big.bin", "-o", str(copy), "--run-dir", str(sky.run_dir), *options)
+        code, _, err = skymemory("kv", "get", "big.bin", "-o", str(copy), *options)
         assert code == 0 and copy.read_bytes() == big, err
     assert sky("constellation", "rotate", "--slots", "2", "--planes", "1").returncode == 0
     plan = json.loads((sky.run_dir / "constellation.json").read_text("utf-8"))

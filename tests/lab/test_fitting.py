@@ -166,22 +166,20 @@ def test_the_small_model_is_foretold_by_processor_time(capsys: pytest.CaptureFix
     """Lengths that it was not fitted on, while others use the computer: 10 % is the goal on a quiet one."""
     cells = "lengths = [64, 512]\nshares = [0, 0.75]\nrepeats = 3\ndecode = false"
     with settings_file(f"{cells}\nstatistic = 'fastest'\nclock = 'processor'") as more:
-        code = main(["fit", "--engine", "small", *more, "--within", "25%"])
+        code = main(["fit", *more, "--within", "25%"])
     assert code == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "expected either --engine small or --url"),
-        (["--engine", "small", "--url", "http://x"], "expected either"),
         (["--url", "http://x"], "needs --shape"),
-        (["--engine", "small", "--settings", "flops = 1e12"], "`flops` and `memory` need each other"),
-        (["--engine", "small", "--settings", "lengths = [64, 100]"], "prompts of 64 to 100 tokens"),
-        (["--engine", "small", "--settings", "lengths = [64]"], "lengths: [64]: expected the first and the last"),
-        (["--engine", "small", "--settings", "shares = [0, 1]"], "must be >= 0 and < 1"),
-        (["--engine", "small", "--settings", "repeats = 0"], "repeats: 0: expected 1 or more"),
-        (["--engine", "small", "--settings", "clock = 'processor'\nthreads = 2"], "with one thread"),
+        (["--settings", "flops = 1e12"], "`flops` and `memory` need each other"),
+        (["--settings", "lengths = [64, 100]"], "prompts of 64 to 100 tokens"),
+        (["--settings", "lengths = [64]"], "lengths: [64]: expected the first and the last"),
+        (["--settings", "shares = [0, 1]"], "must be >= 0 and < 1"),
+        (["--settings", "repeats = 0"], "repeats: 0: expected 1 or more"),
+        (["--settings", "clock = 'processor'\nthreads = 2"], "with one thread"),
         (["--url", "http://x", "--shape", "/nowhere/config.json"], "cannot read /nowhere/config.json"),
     ],
 )

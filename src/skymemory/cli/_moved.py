@@ -1,4 +1,7 @@
-"""Options that went into settings files before this release: what the error of each says. Goes with the next one."""
+"""Options that this release moved into settings files, or replaced: the error of each says where.
+
+To be removed with the next release.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,15 @@ _SKY = {
     "--reorder": "faults.reorder",
     "--corrupt": "faults.corrupt",
     "--fault-seed": "faults.seed",
+}
+_LINKS = {
+    "--lat": "lat",
+    "--lon": "lon",
+    "--mask": "mask",
+    "--up": "up",
+    "--down": "down",
+    "--isl": "isl",
+    "--server-time": "server_time",
 }
 _MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "route": (
@@ -83,15 +95,104 @@ _MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
     "constellation up": (_SETTINGS, _SKY),
     "constellation plan": (_SETTINGS, _SKY),
+    "store serve": (
+        _SETTINGS,
+        {"--connections": "connections", "--in-flight": "in_flight", "--hold": "hold", "--stall": "stall"},
+    ),
+    "serve": (
+        _SETTINGS,
+        {
+            "--policy": "policy",
+            "--dtype": "dtype",
+            "--context": "context",
+            "--waiting": "waiting",
+            "--kv-replay": "kv_replay",
+            "--wait": "wait",
+        },
+    ),
+    "replay": (
+        _SETTINGS,
+        {
+            "--ids": "ids",
+            "--jitter": "jitter",
+            "--concurrency": "concurrency",
+            "--api": "api",
+            "--context": "context",
+            "--api-key-env": "api_key_env",
+            "--patience": "patience",
+            "--ttft-slo": "ttft_slo",
+            "--tbt-slo": "tbt_slo",
+        },
+    ),
+    "fit": (
+        _SETTINGS,
+        {
+            "--lengths": "lengths",
+            "--shares": "shares",
+            "--batch": "batch",
+            "--contexts": "contexts",
+            "--no-decode": "decode",
+            "--repeats": "repeats",
+            "--statistic": "statistic",
+            "--clock": "clock",
+            "--prompt-unit": "prompt_unit",
+            "--ids": "ids",
+            "--flops": "flops",
+            "--memory": "memory",
+            "--network": "network",
+            "--model": "model",
+            "--api-key-env": "api_key_env",
+            "--threads": "threads",
+            "--seed": "seed",
+        },
+    ),
+    "breakeven": (_SETTINGS, {**_LINKS, "--rate": "rates", "--measured": "measured"}),
+    "optimise": (_SETTINGS, {**_LINKS, "--puts": "puts"}),
+    "demo cells": (
+        _SETTINGS,
+        {
+            "--grid": "grid",
+            "--cell-m": "cell_m",
+            "--speed-kmh": "speed_kmh",
+            "--legs": "legs",
+            "--servers": "servers",
+            "--value": "value",
+            "--seed": "seed",
+        },
+    ),
+    "demo conductor": (_SETTINGS, {"--pools": "pools", "--trace": "trace", "--seed": "seed"}),
 }
 """By verb: the page that documents the file, and each option's key."""
+_ADDRESS = "write it into the address: --store 'constellation{}'"
+_KV = {
+    "--access": _ADDRESS.format("?access=…"),
+    "--no-index": _ADDRESS.format("?index=no"),
+    "--run-dir": _ADDRESS.format(":///run/dir"),
+}
+_OUT = "write --out FILE"
+_NO_COLOR = "set NO_COLOR=1 in the environment"
+_REPLACED: Mapping[str, Mapping[str, str]] = {
+    **{f"kv {verb}": _KV for verb in ("put", "get", "pin", "delete", "list")},
+    **{verb: {"--csv": _OUT, "--figure": _OUT} for verb in ("breakeven", "optimise")},
+    "fit": {"--engine": "without --url an engine of the small model is started"},
+    "demo conductor": {"--report": _OUT, "--chart": _OUT},
+    "demo motion": {"--no-color": _NO_COLOR},
+    "demo cake": {"--no-color": _NO_COLOR},
+    "reproduce": {"--all": "without --fig all figures are computed"},
+    "figures": {"--all": "write `figures all`"},
+    "cluster up": {"--address": "set RAY_ADDRESS in the environment"},
+}
+"""By verb: what stands in the place of an option."""
 
 
 def moved_hint(verb: str, words: Sequence[str]) -> str:
-    """Return where the first of ``words`` that was an option of ``verb`` is set now; empty: none was one."""
+    """Return where the first of ``words`` that was an option of ``verb`` is set now; empty: none was."""
     page, keys = _MOVED.get(verb, ("", {}))
+    replaced = _REPLACED.get(verb, {})
     for word in words:
         option = word.partition("=")[0]
+        if option in replaced:
+            return f"{option} was replaced: {replaced[option]}"
         if option in keys:
             section, _, key = keys[option].rpartition(".")
             under = f" under [{section}]" if section else ""

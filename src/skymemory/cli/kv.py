@@ -69,10 +69,9 @@ def add_parser(subparsers: Subparsers) -> None:
         verb.add_argument(
             "--store",
             metavar="ADDRESS",
-            help="a store (default: this user's constellation), such as constellation?access=gateway&index=no, "
-            "tiers:///etc/skymemory/tiers.toml, disk:///directory?budget=1GiB or redis://host",
+            help="a store (default: this user's constellation), such as tiers:///etc/skymemory/tiers.toml, "
+            "redis://host, disk:///directory?budget=1GiB or constellation:///run/dir?access=gateway&index=no",
         )
-        add_run_dir(verb)
         add_json(verb)
     for verb in (put, get):
         verb.add_argument(
@@ -116,11 +115,7 @@ def _open(args: argparse.Namespace) -> Store:
     from skymemory.testbed.open_store import open_store
 
     if args.store is None:
-        return open_constellation(args.run_dir)
-    if args.run_dir is not None:
-        raise InvalidInput(
-            "--run-dir does not go with --store: write it in its address, as in constellation:///run/dir"
-        )
+        return open_constellation()
     store = open_store(args.store)
     # Checked at the innermost store: wrappers (quota, rate limit) have these methods even if it lacks them.
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""

@@ -73,7 +73,7 @@ class FitSettings:
         "clock",
         one_of("wall", "processor"),
         "wall",
-        "`processor`: CPU time of the engine's thread, for computers that do other work, too (with `--engine` only)",
+        "`processor`: CPU time of the engine's thread, for computers that do other work, too (without `--url` only)",
     )
     prompt_unit: str = setting(
         "prompt_unit", one_of("ids", "tokens"), "ids", "send prompts as token ids (`ids`) or as words (`tokens`)"
@@ -114,9 +114,8 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog="How each value is measured: docs/guide/fitting.md. Use the file with `skymemory route --cost FILE`.",
     )
     add = parser.add_argument
-    add("--engine", choices=("small",), help="start this engine here and measure it")
-    add("--url", help="measure this endpoint, such as http://127.0.0.1:8000")
-    add("--shape", type=Path, metavar="FILE", help="the model's config.json (default with --engine: its own)")
+    add("--url", help="the endpoint, such as http://127.0.0.1:8000 (default: an engine of the small model is started)")
+    add("--shape", type=Path, metavar="FILE", help="with --url: the model's config.json")
     add("--out", type=Path, metavar="FILE", help="file for the cost model")
     add(
         "--within",
@@ -130,7 +129,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    if args.engine is not None:
+    if args.url is None:
         check_serving_installed("small")
     check_router_installed()
     return _fit(args, os.environ.get(args.settings.api_key_env) or None)
@@ -139,10 +138,8 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> None:
     """Raise ``InvalidInput`` for options that exclude or need each other."""
     settings: FitSettings = args.settings
-    if (args.engine is None) == (args.url is None):
-        raise InvalidInput("fit: expected either --engine small or --url, an endpoint")
-    if settings.clock == "processor" and (args.engine is None or settings.threads != 1):
-        raise InvalidInput("fit: clock = 'processor' needs --engine small with one thread")
+    if settings.clock == "processor" and (args.url is not None or settings.threads != 1):
+        raise InvalidInput("fit: clock = 'processor' needs an engine that is started here, with one thread")
     if args.url is not None and args.shape is None:
         raise InvalidInput("fit: --url needs --shape FILE, the config.json of the model that it serves")
 
@@ -180,7 +177,7 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
     fitted = _fitted(args, shape, measured)
     notes = {
         "model": measured.model,
-        "measured": "engine small, started for it" if args.engine else base_url(args.url),
+        "measured": "engine small, started for it" if args.url is None else base_url(args.url),
         "statistic": f"{settings.statistic} of {settings.repeats}, {settings.clock} time",
         "errors": {name: asdict(error) for name, error in fitted.errors.items()},
     }
@@ -200,7 +197,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
 
     file = args.shape or small_model_folder() / "config.json"
     config = read_json(file, "a model's config.json")
-    if args.engine is not None:
+    if args.url is None:
         return shape_of("the small model", config, _FLOAT32_BYTES)
     return shape_of(str(config.get("_name_or_path") or file.resolve().parent.name), config)
 
@@ -218,8 +215,8 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
     started_s = time.perf_counter()
     async with AsyncExitStack() as stack:
         url = args.url
-        if args.engine is not None:
-            words = ("serve", "--model", args.engine, "--listen", "127.0.0.1:0")
+        if url is None:
+            words = ("serve", "--model", "small", "--listen", "127.0.0.1:0")
             # Room for all cached shares at once, and for batches twice as large as the measured batches.
             options = (
                 "--cache",

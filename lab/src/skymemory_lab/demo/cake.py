@@ -140,7 +140,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     if len(ratios) < len(RATIOS):
         left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in ratios)
         progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
-    bars = Bars(progress, colour=not args.no_color)
+    bars = Bars(progress)
     try:
         # Live bars own the terminal. Otherwise full bars are printed, with a wait between them.
         with progress.wait("computing the prompt, and loading it", seconds) if not bars.live else nullcontext():
@@ -263,9 +263,9 @@ def bar(computed: int, width: int) -> str:
 class Bars:
     """Three bars, drawn in place on a terminal, or printed as lines. Thread-safe."""
 
-    def __init__(self, progress: Progress, *, colour: bool) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._screen = Screen(progress.stream, progress.began_s, line_every_s=float("inf"), progress=progress)
-        self._colour = colour and self._screen.live and has_colour(progress.stream)
+        self._colour = self._screen.live and has_colour(progress.stream)
         self._lock = threading.Lock()
         self._title = ""
         self._chunks: dict[str, list[str]] = {}

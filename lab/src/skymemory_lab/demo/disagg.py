@@ -111,7 +111,7 @@ def run_disagg(args: argparse.Namespace) -> int:
                 engine.wait()
         prefill, decode = (engine.url for engine in engines)
         ways = ("--prefill", prefill, "--decode", decode)
-        steps = f'[disaggregation]\nsplit_from = 0\nhandover = "{args.handover}"\n'
+        steps = '[disaggregation]\nsplit_from = 0\nhandover = "overlap"\n'
         plain_router = stack.enter_context(router(folder, "router", *ways, settings=steps))
         with progress.wait("starting the router"):
             plain_router.wait()
