@@ -710,8 +710,7 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
     try:
         shells = _shells_of(content, skip_bad)
     except InvalidInput as error:
-        reason = str(error).replace("skip bad records: --skip-bad", "skip_bad = true leaves bad records out")
-        raise InvalidInput(f"shell: tle: {path}: {reason}") from error
+        raise InvalidInput(f"shell: tle: {path}: {error}") from error
     if not 1 <= number <= len(shells):
         raise InvalidInput(
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
