@@ -7,162 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_ROUTER = "docs/reference/router.md"
-_SETTINGS = "docs/reference/settings.md"
-_SKY = {
-    "--tle": "tle",
-    "--shell": "shell",
-    "--skip-bad": "skip_bad",
-    "--memory-per-satellite": "memory_per_satellite",
-    "--servers": "servers",
-    "--strategy": "strategy",
-    "--links": "links",
-    "--chunk": "chunk",
-    "--eviction": "eviction",
-    "--replacement": "replacement",
-    "--sweep": "sweep",
-    "--keys": "keys",
-    "--host-at": "ground.at",
-    "--host-path": "ground.path",
-    "--mask": "ground.mask",
-    "--gateway": "ground.gateway",
-    "--loss": "faults.loss",
-    "--duplicate": "faults.duplicate",
-    "--reorder": "faults.reorder",
-    "--corrupt": "faults.corrupt",
-    "--fault-seed": "faults.seed",
+_SKY = (
+    "tle shell skip_bad memory_per_satellite servers strategy links chunk eviction replacement sweep keys "
+    "host-at=ground.at host-path=ground.path mask=ground.mask gateway=ground.gateway loss=faults.loss "
+    "duplicate=faults.duplicate reorder=faults.reorder corrupt=faults.corrupt fault-seed=faults.seed"
+)
+_LINKS = "lat lon mask up down isl server_time"
+_MOVED: Mapping[str, str] = {
+    "route": "elastic=[backends].elastic handover=disaggregation.handover split-from=disaggregation.split_from "
+    "sidecar=sidecar.engine prefillers=sidecar.prefillers block-tokens=prompts.block_tokens max-body=limits.max_body "
+    "max-in-flight=limits.max_in_flight max-waiting=limits.max_waiting drain admission=admission.rule "
+    "ttft=admission.ttft tbt=admission.tbt fair=admission.fair admission-option=admission.options "
+    "queue=queue.max_requests cors-origin=cors.origins state log_requests",
+    "epp": "split-from=disaggregation.split_from endpoints=picker.endpoints apart=picker.apart "
+    "discover-prefill=picker.discover_prefill refresh=picker.refresh metrics-path=health.metrics_path "
+    "fallbacks=picker.fallbacks block-tokens=prompts.block_tokens seed kv-events=picker.events_port "
+    "kv-replay=picker.replay_port model=picker.model max-requests=picker.max_requests "
+    "max-streams=picker.max_streams max-body=limits.max_body tell-decisions=picker.tell_decisions state "
+    "replicas=replicas.redis replica-keys=replicas.keys grace=drain tls-client-ca=picker.tls_client_ca "
+    "envoy-listen=listen",
+    "constellation up": _SKY,
+    "constellation plan": _SKY,
+    "store serve": "connections in_flight hold stall",
+    "serve": "policy dtype context waiting kv_replay wait",
+    "replay": "ids jitter concurrency api context api_key_env patience ttft_slo tbt_slo",
+    "fit": "lengths shares batch contexts no-decode=decode repeats statistic clock prompt_unit ids flops memory network "
+    "model api_key_env threads seed",
+    "breakeven": f"{_LINKS} rate=rates measured",
+    "optimise": f"{_LINKS} puts",
+    "demo cells": "grid cell_m speed_kmh legs servers value seed",
+    "demo conductor": "pools trace seed",
 }
-_LINKS = {
-    "--lat": "lat",
-    "--lon": "lon",
-    "--mask": "mask",
-    "--up": "up",
-    "--down": "down",
-    "--isl": "isl",
-    "--server-time": "server_time",
-}
-_MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "route": (
-        _ROUTER,
-        {
-            "--elastic": "[backends].elastic",
-            "--handover": "disaggregation.handover",
-            "--split-from": "disaggregation.split_from",
-            "--sidecar": "sidecar.engine",
-            "--prefillers": "sidecar.prefillers",
-            "--block-tokens": "prompts.block_tokens",
-            "--max-body": "limits.max_body",
-            "--max-in-flight": "limits.max_in_flight",
-            "--max-waiting": "limits.max_waiting",
-            "--drain": "drain",
-            "--admission": "admission.rule",
-            "--ttft": "admission.ttft",
-            "--tbt": "admission.tbt",
-            "--fair": "admission.fair",
-            "--admission-option": "admission.options",
-            "--queue": "queue.max_requests",
-            "--cors-origin": "cors.origins",
-            "--state": "state",
-            "--log-requests": "log_requests",
-        },
-    ),
-    "epp": (
-        _ROUTER,
-        {
-            "--split-from": "disaggregation.split_from",
-            "--endpoints": "picker.endpoints",
-            "--apart": "picker.apart",
-            "--discover-prefill": "picker.discover_prefill",
-            "--refresh": "picker.refresh",
-            "--metrics-path": "health.metrics_path",
-            "--fallbacks": "picker.fallbacks",
-            "--block-tokens": "prompts.block_tokens",
-            "--seed": "seed",
-            "--kv-events": "picker.events_port",
-            "--kv-replay": "picker.replay_port",
-            "--model": "picker.model",
-            "--max-requests": "picker.max_requests",
-            "--max-streams": "picker.max_streams",
-            "--max-body": "limits.max_body",
-            "--tell-decisions": "picker.tell_decisions",
-            "--state": "state",
-            "--replicas": "replicas.redis",
-            "--replica-keys": "replicas.keys",
-            "--grace": "drain",
-            "--tls-client-ca": "picker.tls_client_ca",
-            "--envoy-listen": "listen",
-        },
-    ),
-    "constellation up": (_SETTINGS, _SKY),
-    "constellation plan": (_SETTINGS, _SKY),
-    "store serve": (
-        _SETTINGS,
-        {"--connections": "connections", "--in-flight": "in_flight", "--hold": "hold", "--stall": "stall"},
-    ),
-    "serve": (
-        _SETTINGS,
-        {
-            "--policy": "policy",
-            "--dtype": "dtype",
-            "--context": "context",
-            "--waiting": "waiting",
-            "--kv-replay": "kv_replay",
-            "--wait": "wait",
-        },
-    ),
-    "replay": (
-        _SETTINGS,
-        {
-            "--ids": "ids",
-            "--jitter": "jitter",
-            "--concurrency": "concurrency",
-            "--api": "api",
-            "--context": "context",
-            "--api-key-env": "api_key_env",
-            "--patience": "patience",
-            "--ttft-slo": "ttft_slo",
-            "--tbt-slo": "tbt_slo",
-        },
-    ),
-    "fit": (
-        _SETTINGS,
-        {
-            "--lengths": "lengths",
-            "--shares": "shares",
-            "--batch": "batch",
-            "--contexts": "contexts",
-            "--no-decode": "decode",
-            "--repeats": "repeats",
-            "--statistic": "statistic",
-            "--clock": "clock",
-            "--prompt-unit": "prompt_unit",
-            "--ids": "ids",
-            "--flops": "flops",
-            "--memory": "memory",
-            "--network": "network",
-            "--model": "model",
-            "--api-key-env": "api_key_env",
-            "--threads": "threads",
-            "--seed": "seed",
-        },
-    ),
-    "breakeven": (_SETTINGS, {**_LINKS, "--rate": "rates", "--measured": "measured"}),
-    "optimise": (_SETTINGS, {**_LINKS, "--puts": "puts"}),
-    "demo cells": (
-        _SETTINGS,
-        {
-            "--grid": "grid",
-            "--cell-m": "cell_m",
-            "--speed-kmh": "speed_kmh",
-            "--legs": "legs",
-            "--servers": "servers",
-            "--value": "value",
-            "--seed": "seed",
-        },
-    ),
-    "demo conductor": (_SETTINGS, {"--pools": "pools", "--trace": "trace", "--seed": "seed"}),
-}
-"""By verb: the page that documents the file, and each option's key."""
+"""Keys of the file by verb, with the option before ``=`` where it had another name."""
 _ADDRESS = "write it into the address: --store 'constellation{}'"
 _KV = {
     "--access": _ADDRESS.format("?access=…"),
@@ -182,13 +58,17 @@ _REPLACED: Mapping[str, Mapping[str, str]] = {
     "figures": {"--all": "write `figures all`"},
     "cluster up": {"--address": "set RAY_ADDRESS in the environment"},
 }
-"""By verb: what stands in the place of an option."""
+
+
+def moved_keys(verb: str) -> dict[str, str]:
+    """Return the key of each option of ``verb`` that went into its file."""
+    pairs = (word.partition("=") for word in _MOVED.get(verb, "").split())
+    return {f"--{name.replace('_', '-')}": key or name for name, _, key in pairs}
 
 
 def moved_hint(verb: str, words: Sequence[str]) -> str:
     """Return where the first of ``words`` that was an option of ``verb`` is set now; empty: none was."""
-    page, keys = _MOVED.get(verb, ("", {}))
-    replaced = _REPLACED.get(verb, {})
+    keys, replaced = moved_keys(verb), _REPLACED.get(verb, {})
     for word in words:
         option = word.partition("=")[0]
         if option in replaced:
@@ -196,5 +76,9 @@ def moved_hint(verb: str, words: Sequence[str]) -> str:
         if option in keys:
             section, _, key = keys[option].rpartition(".")
             under = f" under [{section}]" if section else ""
-            return f"{option} is a key of the settings file now: {key} = …{under} in --settings FILE (see {page})"
+            page = "router" if verb in ("route", "epp") else "settings"
+            return (
+                f"{option} is a key of the settings file now: {key} = …{under} in --settings FILE "
+                f"(see docs/reference/{page}.md)"
+            )
     return ""
