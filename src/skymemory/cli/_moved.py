@@ -31,8 +31,8 @@ _MOVED: Mapping[str, str] = {
     "store serve": "connections in_flight hold stall",
     "serve": "policy dtype context waiting kv_replay wait",
     "replay": "ids jitter concurrency api context api_key_env patience ttft_slo tbt_slo",
-    "fit": "lengths shares batch contexts no-decode=decode repeats statistic clock prompt_unit ids flops memory network "
-    "model api_key_env threads seed",
+    "fit": "lengths shares batch contexts no-decode=decode repeats statistic clock prompt_unit ids flops memory "
+    "network model api_key_env threads seed",
     "breakeven": f"{_LINKS} rate=rates measured",
     "optimise": f"{_LINKS} puts",
     "demo cells": "grid cell_m speed_kmh legs servers value seed",

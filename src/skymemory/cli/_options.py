@@ -40,7 +40,7 @@ duration = argument(parse_duration)
 _SETTING = "settings."
 
 
-def add_settings_file(parser: argparse.ArgumentParser, what: str = "settings in TOML") -> None:
+def add_settings_file(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--settings", type=Path, metavar="FILE", help=what)
 
 

@@ -103,7 +103,7 @@ def test_the_router_s_file_names_roles_only_where_there_are_some() -> None:
         ({"instances": [BOTH], "stor": SERVED}, "did you mean 'store'"),
         ({"instances": [BOTH], "store": "memory"}, "expected a table, [store]"),
         ({"instances": [{"rôle": "both"}]}, "instances, number 1: rôle: unknown setting; did you mean 'role'"),
-        ({"instances": [{"role": "decoder"}]}, "expected one of prefill, decode, both"),
+        ({"instances": [{"role": "decoder"}]}, "did you mean 'decode'"),
         ({"instances": [{"engine": "sglang"}]}, "expected one of skymemory, vllm"),
         ({"instances": [{"count": 0}]}, "expected 1 to 64"),
         ({"instances": [{"count": 65}]}, "expected 1 to 64"),

@@ -518,7 +518,7 @@ def test_a_decode_server_that_died_comes_back(run: Run) -> None:
     [
         (["decode", "both"], "needs one with role 'prefill'"),
         (["prefill", "prefill"], "need one with role 'decode' or 'both'"),
-        (["prefill", "decoder"], "expected one of both, prefill, decode"),
+        (["prefill", "decoder"], "did you mean 'decode'"),
     ],
 )
 def test_roles_that_make_no_pair_are_refused(roles: list[str], says: str) -> None:
