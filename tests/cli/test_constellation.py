@@ -89,7 +89,7 @@ def test_bad_input_is_reported_with_what_was_expected(
         ("memory_per_satellite = '1KiB'", "hold no chunk"),
         ("memory_per_satellite = 'lots'", "memory_per_satellite: 'lots' is not a size"),
         ("chunk = '64KiB'", "a datagram carries"),
-        ("chunk = " + 400 * "9", "expected at most 64 bits"),
+        ("chunk = " + 400 * "9", "a whole number of at most 64 bits"),
         ("delay = 'fast'", "delay: delay 'fast': expected real, off, or a factor"),
         ("replacement = 'lur'", "replacement 'lur': expected one of"),
         ("sweep = '5s'", "`sweep` has no effect with eviction 'lazy'"),

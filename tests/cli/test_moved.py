@@ -44,7 +44,8 @@ def test_the_error_of_a_moved_option_names_its_key(
     assert f"{option} is a key of the settings file now: {name} = …" in error and page.name in error
     text = page.read_text("utf-8")
     if page.name == "settings.md":
-        text = next(part for part in re.split("^## ", text, flags=re.M) if part.startswith(f"`skymemory {verb[:16]}"))
+        heading = f"`skymemory {verb.replace('plan', 'up')}`"
+        text = next(part for part in re.split("^## ", text, flags=re.M) if part.startswith(heading))
     assert f"| `{name}` |" in text or f"`[{name}]`" in text
 
 
