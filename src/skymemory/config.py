@@ -232,8 +232,9 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     merged = dict(below)
     for key, value in above.items():
         previous = merged.get(key)
-        is_table = isinstance(value, Mapping) and isinstance(previous, Mapping)
-        merged[key] = overlaid(previous, value) if is_table else value
+        merged[key] = (
+            overlaid(previous, value) if isinstance(value, Mapping) and isinstance(previous, Mapping) else value
+        )
     return merged
 
 
