@@ -122,15 +122,16 @@ def servers(kind: Kind, folder: Path, coupled: bool) -> Iterator[Servers]:
 
 
 @contextmanager
-def routed(on: Servers, name: str, *options: str, split_from: int = 0) -> Iterator[str]:
+def routed(on: Servers, name: str, *options: str, split_from: int = 0, settings: str = "") -> Iterator[str]:
     """A router before them; its address."""
     first, second = on.engines
     where = ("--backend", first, "--backend", second)
     if not on.coupled:
         # The simulator's requests take two steps, however short they are.
-        where = ("--prefill", first, "--decode", second, "--split-from", str(split_from))
-    tokens = ("--tokenizer", str(on.kind.model), "--block-tokens", str(on.kind.block_tokens))
-    with router(on.folder, name, *where, *tokens, *options) as started:
+        where = ("--prefill", first, "--decode", second)
+    tokens = ("--tokenizer", str(on.kind.model))
+    own = f"prompts.block_tokens = {on.kind.block_tokens}\ndisaggregation.split_from = {split_from}\n"
+    with router(on.folder, name, *where, *tokens, *options, settings=own + settings) as started:
         started.wait()
         yield started.url
 

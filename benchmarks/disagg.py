@@ -11,7 +11,7 @@ coupled   The same requests on 1P+1D and on two engines that do both behind the 
           and both in the simulator.
 overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
 split     The same requests, many of them short; prompts of which the decode engine lacks few tokens take one step, by
-          several settings of the router's `--split-from`.
+          several settings of the router's `split_from`.
 curve     From which speeds on prefill and decode apart win: the fitted model with its speeds multiplied, simulated
           (a minute; rows go to `--csv`, `plot_disagg.py` draws them). Needs no engine.
 
@@ -416,11 +416,9 @@ def overload(bench: Bench, model: Fitted) -> list[Row]:
     with ExitStack() as stack:
         on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
         for rule in RULES:
-            settings = bench.folder / f"{rule}.toml"
             promised = f'ttft = "{slo.ttft_s}s"\ntbt = "{slo.tbt_s}s"\n'
-            settings.write_text(f'[admission]\nrule = "{rule}"\n{promised}')
-            options = ("--settings", str(settings)) if rule != "all" else ()
-            url = stack.enter_context(routed(on, rule, *options, *_known(bench, model)))
+            settings = f'[admission]\nrule = "{rule}"\n{promised}' if rule != "all" else ""
+            url = stack.enter_context(routed(on, rule, *_known(bench, model), settings=settings))
             _warm(on, url)
             for times in (2.0,) if bench.quick else (1.5, 3.0):
                 seed = bench.seed + 3000 + round(10 * times)

@@ -65,11 +65,15 @@ async def run(args: argparse.Namespace, split: tuple[int, int], elastic: bool) -
         starting = [stack.enter_async_context(service("an engine", 1, *words)) for _ in range(sum(split))]
         engines = [url for urls in await asyncio.gather(*starting) for url in urls]
         settings = folder / "route.toml"
-        settings.write_text(_ELASTIC.format(smoothing=args.smoothing, settle=args.settle), "utf-8")
-        roles = [word for at, url in enumerate(engines) for word in ("--prefill" if at < split[0] else "--decode", url)]
-        words = ("route", "--listen", "127.0.0.1:0", "--settings", str(settings), *roles)
-        objectives = ("--ttft", f"{args.ttft}s", "--tbt", f"{args.tbt}s", *(("--elastic",) if elastic else ()))
-        (url,) = await stack.enter_async_context(service("the router", 1, *words, *objectives))
+        roles = [("prefill" if at < split[0] else "decode", url) for at, url in enumerate(engines)]
+        servers = [
+            f'[[backends]]\nurl = "{url}"\nrole = "{role}"\nelastic = {str(elastic).lower()}\n' for role, url in roles
+        ]
+        objectives = f'[admission]\nttft = "{args.ttft}s"\ntbt = "{args.tbt}s"\n'
+        pools = _ELASTIC.format(smoothing=args.smoothing, settle=args.settle)
+        settings.write_text("".join([*servers, objectives, pools]), "utf-8")
+        words = ("route", "--listen", "127.0.0.1:0", "--settings", str(settings))
+        (url,) = await stack.enter_async_context(service("the router", 1, *words))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         await warm(session, engines, args.seed)
         return await played(session, url, args, split, elastic)

@@ -162,7 +162,7 @@ def main() -> None:
     with mock_servers() as endpoints, tempfile.TemporaryDirectory() as folder:
         named = [word for endpoint in endpoints for word in ("--endpoint", endpoint)]
         strategy = ["--strategy", args.strategy] if args.strategy else []
-        with running_picker(*named, *strategy, "--metrics-path", "") as picker:
+        with running_picker(*named, *strategy, settings='health.metrics_path = ""') as picker:
             config = bootstrap(
                 [
                     Entrance("envoy", None, endpoints=endpoints),

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each flood (default: 5)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with running_picker("--endpoint", "127.0.0.1:9", "--metrics-path", "") as picker:
+    with running_picker("--endpoint", "127.0.0.1:9", settings='health.metrics_path = ""') as picker:
         process = psutil.Process(picker.process.pid)
         rows = [flooded(name, picker.port, process, args.seconds) for name in FLOODS]
     print_table(

@@ -286,8 +286,8 @@ async def entrance(kind: str, urls: Sequence[str], folder: Path, unread: bool) -
         return
     addresses = tuple(_address(url) for url in urls)
     named = [word for address in addresses for word in ("--endpoint", address)]
-    quiet = ("--metrics-path", "") if unread else ()
-    with running_picker(*named, *quiet, "--tell-decisions") as picker:
+    quiet = '\nhealth.metrics_path = ""' if unread else ""
+    with running_picker(*named, settings=f"picker.tell_decisions = true{quiet}") as picker:
         config = bootstrap([Entrance("door", f"127.0.0.1:{picker.port}", endpoints=addresses)])
         with running_envoy(config, folder) as envoy:
             yield f"http://127.0.0.1:{envoy.ports['door']}"

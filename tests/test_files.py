@@ -94,8 +94,7 @@ def test_a_file_beyond_its_bound_is_not_read(name: str, tmp_path: Path) -> None:
     "command",
     [
         ["constellation", "status", "--plan", "FILE"],
-        ["constellation", "up", "--preset", "starlink-a", "--host-path", "FILE"],
-        ["constellation", "up", "--keys", "FILE"],
+        ["constellation", "up", "--settings", "FILE"],
         ["kv", "get", "x", "--store", "tiers:///FILE"],
         ["route", "--settings", "FILE"],
         ["fit", "--url", "http://127.0.0.1:1", "--shape", "FILE"],

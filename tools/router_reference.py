@@ -73,12 +73,16 @@ def _settings() -> str:
     for section, kind in parts:
         if section:
             rows.append(f"| **`{section}`** | | {NOTES.get(section, '')} |".replace("|  |", "| |"))
-        rows += [
-            f"| `{key}` | {_default(key, field)} | {field.metadata['says']} |"
-            for key, field in known_keys(kind).items()
-        ]
+        rows += key_rows(kind)
     rows.append("| **`[options]`** | | options of the strategy, by their names |")
     return "\n".join(rows)
+
+
+def key_rows(kind: type[Any]) -> list[str]:
+    """Return a table's row for each key of a schema."""
+    return [
+        f"| `{key}` | {_default(key, field)} | {field.metadata['says']} |" for key, field in known_keys(kind).items()
+    ]
 
 
 def _limits() -> str:
@@ -199,12 +203,14 @@ def _default(key: str, field: Field[Any]) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return f"`{list(value)}`"
-    if field.name.endswith("_s"):
+        return f"`[{', '.join(f'{item:g}' if isinstance(item, float) else repr(item) for item in value)}]`"
+    if field.name.endswith("_bit_s"):
+        return f'`"{value / 1e6:g}Mbit"`'
+    if field.name.endswith("_s") and not field.name.endswith("_per_s"):
         return f"`{value:g}s`"
-    if field.name.endswith("_bytes") and key != field.name:
+    if field.name.endswith("_bytes") and key != field.name and value % (1 << 20) == 0:
         return f"`{value >> 20}MiB`"
-    return f"`{value}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def _metrics() -> str:

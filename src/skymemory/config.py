@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from skymemory.errors import InvalidInput, quoted
-from skymemory.units import LARGEST_WHOLE, parse_duration, parse_size
+from skymemory.units import LARGEST_WHOLE, parse_duration, parse_fraction, parse_size
 
 _LARGEST = sys.float_info.max
 _LARGEST_OF_JSON = 10**308
@@ -222,10 +222,37 @@ def filled(
         raise InvalidInput(f"{where}: {error}" if where else str(error)) from error
 
 
+def section(kind: type[Schema]) -> Callable[[object], Schema]:
+    """Return a reader of a table with the keys of ``kind``."""
+    return lambda value: filled(kind, table(value), "")
+
+
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables ``below`` with the values of ``above`` in their place."""
+    merged = dict(below)
+    for key, value in above.items():
+        previous = merged.get(key)
+        merged[key] = (
+            overlaid(previous, value) if isinstance(value, Mapping) and isinstance(previous, Mapping) else value
+        )
+    return merged
+
+
 def text(value: object) -> str:
     if not isinstance(value, str):
         raise InvalidInput(f"{quoted(value)}: expected text in quotes")
     return value
+
+
+def one_of(*words: str) -> Callable[[object], str]:
+    """Return a reader of one of ``words``."""
+
+    def read(value: object) -> str:
+        if value not in words:
+            raise InvalidInput(f"{value!r}: {suggestion(str(value), words)}")
+        return str(value)
+
+    return read
 
 
 def texts(value: object) -> tuple[str, ...]:
@@ -252,7 +279,15 @@ def positive(value: object) -> float:
     return float(value)
 
 
+def number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        raise InvalidInput(f"{quoted(value)}: expected a finite number")
+    return float(value)
+
+
 def share(value: object) -> float:
+    if isinstance(value, str):
+        return parse_fraction(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise InvalidInput(f"{quoted(value)}: expected a share from 0 to 1, such as 0.5")
     return float(value)

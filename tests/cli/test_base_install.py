@@ -34,8 +34,8 @@ COMMANDS = {
     "constellation up": ["constellation up --run-dir run --satellite mixed --hosts 1"],
     "demo": ["demo", "demo --quick --model small-random"],
     "demo cake": ["demo cake --quick"],
-    "demo cells": ["demo cells --grid 2x2 --legs 1 --servers 1 --value 1KiB --json"],
-    "demo conductor": ["demo conductor --quick --trace nowhere"],
+    "demo cells": ["demo cells --settings cells.toml --json"],
+    "demo conductor": ["demo conductor --quick --cost nowhere"],
     "demo disagg": ["demo disagg", "demo disagg --engine own", "demo disagg --python /bin/sh --model model"],
     "demo motion": ["demo motion --seconds 0"],
     "demo route": ["demo route --quick"],
@@ -96,6 +96,7 @@ def answers(
     folder = tmp_path_factory.mktemp("base")
     (folder / "file").write_text("some text\n")
     (folder / "cluster.toml").write_text("[router]\n")
+    (folder / "cells.toml").write_text('grid = "2x2"\nlegs = 1\nservers = 1\nvalue = "1KiB"\n')
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]

@@ -42,29 +42,15 @@ def _main(words: str) -> int:
     ("words", "complaint"),
     [
         ("up --preset starlink-c", "unknown constellation preset 'starlink-c'"),
-        ("up --servers 96", "96"),
         ("up --hosts 6", "6 hosts for 5 planes"),
         ("up --hosts 0", "0 hosts for 5 planes"),
-        ("up --strategy spiral", "spiral"),
         ("up --access radio", "radio"),
-        ("up --mask 90", "elevation mask 90"),
-        ("up --host-at 40", "expected LATITUDE,LONGITUDE"),
-        ("up --preset starlink-a --host-at 91,0", "latitude 91"),
-        ("up --preset starlink-a --host-path none.txt", "cannot read none.txt"),
-        ("up --gateway lowest", "lowest"),
         ("up --delay fast", "expected real, off, or a factor"),
-        ("up --memory-per-satellite 1KiB", "hold no chunk"),
-        ("up --memory-per-satellite lots", "'lots' is not a size"),
-        ("up --chunk 64KiB", "a datagram carries"),
-        ("up --loss 2", "expected 0 to 1 or 0% to 100%"),
-        ("up --loss 101%", "expected 0 to 1 or 0% to 100%"),
-        ("up --fault-seed -1", "fault seed -1"),
         ("up --base-port nine", "expected a number such as 26000, or auto"),
         ("up --base-port 65450", "the last port is 65535"),
         ("up --time-scale nan", "expected a finite number"),
         ("up --frobnicate", "unrecognized arguments: --frobnicate"),
-        ("up --fualt-seed 1", "did you mean '--fault-seed'?"),
-        ("up --replacement lur", "did you mean 'lru'?"),
+        ("up --time-sclae 1", "did you mean '--time-scale'?"),
         ("stauts", "there is no 'stauts'; did you mean 'status'?"),
         ("status --patience soon", "'soon' is not a duration"),
         ("plan --out p.json --host 10.0.0.1", "expected an address and a port"),
@@ -79,11 +65,6 @@ def _main(words: str) -> int:
         ("up --base-port ²", "expected a number such as 26000, or auto"),
         ("up --hosts five", "'five': expected a whole number"),
         ("up --time-scale fast", "'fast': expected a number"),
-        ("up --chunk " + 400 * "9", "expected at most 2^63"),
-        ("up --sweep 5s", "--sweep has no effect with --eviction lazy"),
-        ("up --host-at 40,-75", "--host-at has no effect with --preset testbed-19x5"),
-        ("up --preset paper-15x15 --gateway climbing", "--gateway has no effect with --preset paper-15x15"),
-        ("up --preset starlink-a --host-at 1,1 --host-path way", "leave one of them out"),
         ("rotate --slots -", "'-': expected a whole number"),
         ("status --patience -1s", "expected one argument (one that begins with a dash is written after ="),
         ("disable", "see `skymemory constellation disable --help`"),
@@ -94,6 +75,46 @@ def test_bad_input_is_reported_with_what_was_expected(
     words: str, complaint: str, capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     assert _main(f"constellation {words}") == 2
+    said = capsys.readouterr()
+    assert complaint in said.err and said.err.startswith("skymemory: ") and said.err.count("\n") == 1
+    assert not said.out and not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("servers = 96", "96"),
+        ("server = 9", "server: unknown setting; did you mean 'servers'?"),
+        ("strategy = 'spiral'", "spiral"),
+        ("memory_per_satellite = '1KiB'", "hold no chunk"),
+        ("memory_per_satellite = 'lots'", "memory_per_satellite: 'lots' is not a size"),
+        ("chunk = '64KiB'", "a datagram carries"),
+        ("chunk = " + 400 * "9", "a whole number of at most 64 bits"),
+        ("delay = 'fast'", "delay: delay 'fast': expected real, off, or a factor"),
+        ("replacement = 'lur'", "replacement 'lur': expected one of"),
+        ("sweep = '5s'", "`sweep` has no effect with eviction 'lazy'"),
+        ("skip_bad = true", "about the file of `tle`"),
+        ("tle = 'x.tle'", "expected `shell` with it"),
+        ("keys = 'k'\nauth = 'off'", "leave one of them out"),
+        ("faults.loss = 2", "faults: loss: 2: expected a share from 0 to 1"),
+        ("faults.loss = '101%'", "expected 0 to 1 or 0% to 100%"),
+        ("faults.seed = -1", "fault seed -1"),
+        ("ground.at = [40, -75]", "ground: at has no effect with preset 'testbed-19x5'"),
+        ("preset = 'paper-15x15'\nground.gateway = 'climbing'", "gateway has no effect with preset 'paper-15x15'"),
+        ("preset = 'starlink-a'\n[ground]\nat = [1, 1]\npath = 'way'", "leave one of them out"),
+        ("ground.mask = 90", "elevation mask 90"),
+        ("ground.at = 40", "expected latitude and longitude in degrees, such as"),
+        ("preset = 'starlink-a'\nground.at = [91, 0]", "latitude 91"),
+        ("preset = 'starlink-a'\nground.path = 'none.txt'", "cannot read none.txt"),
+        ("preset = 'starlink-a'\nground.gateway = 'lowest'", "lowest"),
+    ],
+)
+def test_settings_that_are_wrong_are_reported_with_what_was_expected(
+    text: str, complaint: str, capsys: pytest.CaptureFixture[str], run_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "sky.toml"
+    file.write_text(text, "utf-8")
+    assert _main(f"constellation up --settings {file}") == 2
     said = capsys.readouterr()
     assert complaint in said.err and said.err.startswith("skymemory: ") and said.err.count("\n") == 1
     assert not said.out and not run_dir.exists()
@@ -114,8 +135,11 @@ def test_down_with_nothing_up_is_fine(capsys: pytest.CaptureFixture[str], run_di
 def test_the_plan_of_five_computers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "sky.json"
     hosts = " ".join(f"--host 10.0.0.{n}:26000" for n in range(1, 6))
-    faults = "--loss 1% --duplicate 2% --reorder 0.03 --corrupt 0 --fault-seed 7"
-    assert _main(f"constellation plan --out {out} {hosts} --delay x2 --servers 9 --access gateway {faults}") == 0
+    file = tmp_path / "sky.toml"
+    faults = "faults = {loss = '1%', duplicate = '2%', reorder = 0.03, corrupt = 0, seed = 7}"
+    file.write_text(f"delay = 'real'\nservers = 9\n{faults}", "utf-8")
+    words = f"constellation plan --out {out} {hosts} --settings {file} --access gateway"
+    assert _main(f"{words} --delay x2") == 0, "an option comes before the file's key"
     plan = load_plan(out)
     assert [host.ip for host in plan.hosts] == [f"10.0.0.{n}" for n in range(1, 6)]
     assert (plan.delay_scale, plan.servers, plan.access) == (2.0, 9, "gateway")
@@ -205,7 +229,9 @@ def test_the_map_is_the_same_as_that_of_layout(capsys: pytest.CaptureFixture[str
 def test_a_plan_with_a_ship(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
     way, out = tmp_path / "way.txt", tmp_path / "sky.json"
     way.write_text("0 40 -74\n86400 42 -60  # a day later\n", "utf-8")
-    words = f"--preset starlink-a --access hybrid --mask 15 --gateway climbing --host-path {way}"
+    file = tmp_path / "sky.toml"
+    file.write_text(f"[ground]\nmask = 15\ngateway = 'climbing'\npath = '{way}'", "utf-8")
+    words = f"--preset starlink-a --access hybrid --settings {file}"
     assert _main(f"constellation plan --out {out} --host 10.0.0.1:2000 {words}") == 0
     plan = load_plan(out)
     way_points = (Waypoint(0, 40, -74), Waypoint(86400, 42, -60))

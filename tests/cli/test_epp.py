@@ -16,6 +16,8 @@ from skymemory.router.envoy.config import Entrance, bootstrap
 ONE = ["--endpoint", "127.0.0.1:8001"]
 TOKENIZER = small_model_folder() / "tokenizer.json"
 BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
+AT = "backends = ['http://10.0.0.1:8001']"
+BY_EVENTS_SET = f"strategy = 'precise'\nprompts.tokenizer = '{TOKENIZER}'"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,6 @@ BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
         ([*ONE, "--discover", "engines:8000"], "in one way"),
         (["--endpoint", "localhost:8001"], "expected IP:PORT"),
         (["--endpoint", "127.0.0.1"], "expected IP:PORT"),
-        (["--endpoints", "/nowhere/at/all"], "No such file"),
         (["--discover", "engines"], "expected NAME:PORT"),
         ([*ONE, "--listen", "9002"], "not an address to listen at"),
         ([*ONE, "--health-listen", "127.0.0.1:99999"], "not an address to listen at"),
@@ -33,21 +34,11 @@ BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
         ([*ONE, "--option", "gain"], "expected NAME=VALUE"),
         ([*ONE, "--strategy", "chwbl", "--option", "lod_factor=2"], "lod_factor"),
         ([*ONE, "--strategy", "precise"], "--tokenizer PATH"),
-        ([*ONE, *BY_EVENTS], "--kv-events PORT"),
-        ([*ONE, *BY_EVENTS, "--kv-events", "5557"], "--model"),
+        ([*ONE, *BY_EVENTS], "(picker: events_port)"),
         ([*ONE, "--option", "cost=1"], "no strategy has an option 'cost'"),
-        ([*ONE, "--replicas", "memcached://x"], "expected redis://"),
-        ([*ONE, "--replicas", "gossip://127.0.0.1:0"], "gossip was removed; expected redis://"),
-        ([*ONE, "--replicas", "redis://127.0.0.1:1", "--strategy", "random"], "no index to share"),
-        ([*ONE, "--state", "x", "--strategy", "random"], "no index that can be kept"),
         ([*ONE, "--strategy", "precise", "--option", "block_tokens=4"], "engines' block size"),
-        ([*ONE, "--strategy", "random", "--kv-events", "5557"], "does not use KV events: leave out --kv-events"),
-        ([*ONE, "--fallbacks", "-1"], "fallbacks: -1: expected a whole number"),
-        ([*ONE, "--max-requests", "-1"], "max_requests: -1"),
-        ([*ONE, "--refresh", "0s"], "refresh: expected a time above 0"),
         ([*ONE, "--tls-cert", "x"], "go together"),
         ([*ONE, "--tls-cert", "x", "--tls-key", "y"], "cannot be read"),
-        ([*ONE, "--tls-client-ca", "x"], "needs tls_cert"),
         ([*ONE, "--self-signed", "--tls-cert", "x", "--tls-key", "y"], "not both"),
         ([*ONE, "--tokenizer", "/nowhere/at/all"], "no tokenizer"),
     ],
@@ -61,6 +52,16 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("picker.endpoints = '/nowhere/at/all'", "No such file"),
+        (f"{AT}\n{BY_EVENTS_SET}\npicker.events_port = 5557", "picker: model"),
+        (f"{AT}\nreplicas.redis = 'memcached://x'", "expected redis://"),
+        (f"{AT}\nstrategy = 'random'\nreplicas.redis = 'redis://127.0.0.1:1'", "no index to share"),
+        (f"{AT}\nstrategy = 'random'\nstate = 'x'", "no index that can be kept"),
+        (f"{AT}\nstrategy = 'random'\npicker.events_port = 5557", "leave out picker: events_port"),
+        (f"{AT}\npicker.fallbacks = -1", "fallbacks: -1: expected a whole number"),
+        (f"{AT}\npicker.max_requests = -1", "max_requests: -1"),
+        (f"{AT}\npicker.refresh = '0s'", "refresh: expected a time above 0"),
+        (f"{AT}\npicker.tls_client_ca = 'x'", "needs tls_cert"),
         ("backends = ['http://engines:8001']", "expected IP:PORT"),
         ("backends = ['https://10.0.0.1:8001']", "an endpoint for Envoy is http://IP:PORT"),
         ("backends = ['http://10.0.0.1:8001']\n[picker]\ndiscover = 'engines:8000'", "in one way"),

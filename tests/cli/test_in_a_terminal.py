@@ -43,7 +43,7 @@ NARROW = [
     "passes --lat 1 --lon 1 --hours 2",
     "simulate --list",
     "breakeven --board 300 --tokens 512",
-    "demo cells --grid 12x12 --legs 1",
+    "demo cells --settings cells.toml",
     "kv put val --store memory://1MiB",
     "kv get val --store memory://1MiB",
     "kv list --store memory://1MiB",
@@ -81,6 +81,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("SKYMEMORY_RUN_DIR", "run")
         (place / "val").write_text("a value")
         (place / "empty.toml").touch()
+        (place / "cells.toml").write_text('grid = "12x12"\nlegs = 1\n')
         new_keys(place / "keys")
         yield place
         monkeypatch.chdir("/")

@@ -227,7 +227,7 @@ def test_a_misspelt_option_or_action_is_guessed(
     [
         "replay nowhere --url http://127.0.0.1:1",
         "reproduce mooncake --trace nowhere",
-        "demo conductor --trace nowhere",
+        "demo conductor --cost nowhere",
         "prefetch nowhere",
         "kv put nowhere --store memory://",
         "fit --url http://127.0.0.1:1 --shape nowhere",
@@ -279,7 +279,7 @@ def test_all_that_is_missing_is_named_at_once(
     assert "torch, transformers" in error and ("aiohttp" in error) == (words == "serve")
 
 
-@pytest.mark.parametrize("words", [["--admission", "erly"], ["--report", "page.gif"]])
+@pytest.mark.parametrize("words", [["--admission", "erly"], ["--out", "page.gif"]])
 def test_the_simulated_cluster_refuses_options_before_it_runs(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,14 +19,17 @@ from skymemory.cli.main import main
     [
         (["memory", "--listen", "tcp://0.0.0.0:0"], "needs --password-file, --tls-cert and --tls-key"),
         (["memory", "--listen", "127.0.0.1"], "or unix:PATH"),
-        (["memory", "--connections", "0"], "expected 1 or more"),
-        (["memory", "--largest", "2MiB", "--in-flight", "1MiB"], "at most --in-flight, 1048576 bytes"),
+        (["memory", "--settings", "connections = 0"], "connections: 0: expected 1 or more"),
+        (["memory", "--largest", "2MiB", "--settings", "in_flight = '1MiB'"], "at most `in_flight`, 1048576 bytes"),
         (["memory", "--password-file", "/nowhere/file"], "cannot read /nowhere/file: No such file"),
         (["memory", "--tls-cert", "a.pem"], "go together"),
         (["nothing://", "--listen", "unix:///tmp/never"], "store 'nothing://'"),
     ],
 )
-def test_what_is_refused(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if "--settings" in words:
+        (tmp_path / "daemon.toml").write_text(words[-1])
+        words = [*words[:-1], str(tmp_path / "daemon.toml")]
     assert main(["store", "serve", *words]) == 2
     said = capsys.readouterr().err
     assert complaint in said and said.count("\n") == 1
@@ -49,7 +52,9 @@ def secured(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     (tmp_path / "key.pem").write_bytes(pair.key)
     (tmp_path / "password").write_text("secret\n")
     command = [sys.executable, "-m", "skymemory", "store", "serve", "memory", "--listen", "tcp://127.0.0.1:0"]
-    command += ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem"), "--stall", "3s"]
+    command += ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem")]
+    (tmp_path / "daemon.toml").write_text("stall = 3")
+    command += ["--settings", str(tmp_path / "daemon.toml")]
     with subprocess.Popen([*command, "--password-file", str(tmp_path / "password")], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline().split(b"127.0.0.1:")[1].split()[0]), tmp_path / "chain.pem"

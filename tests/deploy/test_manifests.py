@@ -6,6 +6,7 @@ Rules in CEL (``x-kubernetes-validations``) are not evaluated here, only an API 
 from __future__ import annotations
 
 import re
+import tomllib
 from typing import Any
 
 import jsonschema
@@ -13,13 +14,16 @@ import pytest
 import yaml
 from tests.deploy.manifests import FOLDER, ROOT, SCHEMAS, Manifest, closed, manifests, published_schema, the
 
+from skymemory.cli._options import given_settings
 from skymemory.cli.main import build_parser
+from skymemory.router.settings import settings_from
 
 CUSTOM = [each for each in manifests() if "k8s.io" in each["apiVersion"] and each["kind"] != "NetworkPolicy"]
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 CORE = {
     "Service": "v1",
     "Deployment": "apps/v1",
+    "ConfigMap": "v1",
     "NetworkPolicy": "networking.k8s.io/v1",
 }
 
@@ -61,7 +65,7 @@ def test_every_file_is_in_the_kustomization_and_every_object_has_a_name_of_its_o
     assert {kind for kind, _ in named} == {"Gateway", "HTTPRoute", "InferencePool", *CORE}
     for each in manifests():
         assert CORE.get(each["kind"], each["apiVersion"]) == each["apiVersion"]
-        assert set(each) == {"apiVersion", "kind", "metadata", "spec"}
+        assert set(each) == {"apiVersion", "kind", "metadata", "data" if each["kind"] == "ConfigMap" else "spec"}
 
 
 def test_the_way_of_a_request_is_whole() -> None:
@@ -110,14 +114,16 @@ def test_deployments_select_their_own_pods_and_probe_ports_they_have() -> None:
 def test_the_pickers_arguments_are_ones_it_takes_and_its_ports_are_those_it_opens() -> None:
     each = container("skymemory-picker")
     args = build_parser(["epp"]).parse_args(each["args"])
-    opened = {int(str(at).rpartition(":")[2]) for at in (args.listen, args.health_listen, args.metrics_listen)}
+    given = given_settings(args)["picker"]
+    opened = {int(given[name].rpartition(":")[2]) for name in ("listen", "health_listen", "metrics_listen")}
     assert opened == {port["containerPort"] for port in each["ports"]}
     # Kubernetes' own probes speak no TLS, so they ask the port that has none.
-    assert args.self_signed
+    assert given["self_signed"]
     assert each["livenessProbe"]["grpc"] == {"port": 9003, "service": "liveness"}
     assert each["readinessProbe"]["grpc"] == {"port": 9003, "service": "readiness"}
     spec = the("Deployment", "skymemory-picker")["spec"]["template"]["spec"]
-    assert spec["terminationGracePeriodSeconds"] > args.grace
+    content = the("ConfigMap", "skymemory-picker")["data"][args.settings.name]
+    assert spec["terminationGracePeriodSeconds"] > settings_from(tomllib.loads(content)).drain_s
     assert spec["automountServiceAccountToken"] is False and spec["securityContext"]["runAsNonRoot"] is True
 
 

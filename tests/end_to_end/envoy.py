@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from tests.settings_file import settings_file
 
 WAIT_S = 60.0
 
@@ -145,8 +146,13 @@ class Picker:
 
 
 @contextlib.contextmanager
-def running_picker(*options: str) -> Iterator[Picker]:
-    """`skymemory epp` as a process; ready when it knows its endpoints."""
+def running_picker(*options: str, settings: str = "") -> Iterator[Picker]:
+    """Run `skymemory epp` as a process; ready when it knows its endpoints."""
+    with settings_file(settings) as words:
+        yield from _running_picker([*words, *options])
+
+
+def _running_picker(options: list[str]) -> Iterator[Picker]:
     command = [sys.executable, "-m", "skymemory", "epp", "--listen", "127.0.0.1:0", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

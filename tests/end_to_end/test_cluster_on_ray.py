@@ -51,15 +51,14 @@ listen = "127.0.0.1:0"
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    before = os.environ.get("RAY_USAGE_STATS_ENABLED")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "node_ip_address": HEAD})
-    try:
-        yield made
-    finally:
-        made.shutdown()
-        if before is None:
-            del os.environ["RAY_USAGE_STATS_ENABLED"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "node_ip_address": HEAD})
+        patched.setenv("RAY_ADDRESS", made.address)
+        try:
+            yield made
+        finally:
+            made.shutdown()
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def second(nodes: Cluster) -> Iterator[Any]:
 
 def up(run: Run, nodes: Cluster, content: str = CONTENT, *words: str) -> tuple[int, str]:
     run.file.write_text(content, "utf-8")
-    code, _, errors = run("up", "--on", "ray", "--address", nodes.address, str(run.file), *words)
+    code, _, errors = run("up", "--on", "ray", str(run.file), *words)
     return code, errors
 
 
@@ -182,7 +181,7 @@ def test_a_failed_start_leaves_nothing_and_says_why(run: Run, nodes: Cluster) ->
 
 def test_ctrl_c_while_it_starts_leaves_nothing(run: Run, nodes: Cluster) -> None:
     run.file.write_text(CONTENT, "utf-8")
-    process = run.begin("up", "--on", "ray", "--address", nodes.address, str(run.file))
+    process = run.begin("up", "--on", "ray", str(run.file))
     state = run.directory / "cluster-state.json"
     until(lambda: state.exists() and '"starting"' in state.read_text().partition('"both-1"')[2])
     store = next(one["address"] for one in json.loads(state.read_text())["services"] if one["name"] == "store")

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.end_to_end.in_process import skymemory
+from tests.settings_file import settings_file
 
 from skymemory.addresses import format_address
 from skymemory.testbed import carrying, supervisor
@@ -290,9 +291,10 @@ def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path, ip: str) -> None:
 @pytest.mark.parametrize("access", ["hybrid", "onboard"])
 def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path: Path, access: str) -> None:
     """Real delays, and a real orbit where it takes few satellites: 375 of them, five planes over the poles."""
-    where = ("--preset", "starlink-b", "--hosts", "1", "--host-at", "50,10", "--mask", "10", "--time-scale", "60")
-    small = ("--memory-per-satellite", "4MiB")  # a clock this fast is refused to a slow machine with more to move
-    started = sky("constellation", "up", "--base-port", "auto", "--access", access, *where, *small)
+    where = ("--preset", "starlink-b", "--hosts", "1", "--time-scale", "60")
+    # A clock this fast is refused to a slow machine with more to move.
+    with settings_file("memory_per_satellite = '4MiB'\n[ground]\nat = [50, 10]\nmask = 10") as words:
+        started = sky("constellation", "up", "--base-port", "auto", "--access", access, *where, *words)
     assert started.returncode == 0, started.stderr
     status = sky.status()
     assert status["access"] == access and status["healthy"] and status["clocks_beyond_bound"] == 0
@@ -303,7 +305,8 @@ def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path:
     for _ in range(3):
         assert sky("kv", "get", "value.bin", "--out", str(tmp_path / "back.bin")).returncode == 0
         assert (tmp_path / "back.bin").read_bytes() == value
-    other = sky("kv", "get", "value.bin", "--access", "los" if access == "onboard" else "onboard")
+    mode = "los" if access == "onboard" else "onboard"
+    other = sky("kv", "get", "value.bin", "--store", f"constellation?access={mode}")
     assert other.returncode == 2 and "its box moves differently" in other.stderr
     assert (sky("constellation", "rotate").returncode == 0) == (access == "hybrid")
 

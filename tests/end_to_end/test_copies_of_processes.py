@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.end_to_end.test_faults_of_processes import Sky, plane
+from tests.settings_file import settings_file
 
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.control import ping_all
@@ -20,7 +21,8 @@ VALUES = {hashlib.sha256(b"%d" % number).digest(): os.urandom(200_000) for numbe
 @pytest.fixture
 def sky(tmp_path: Path) -> Iterator[Sky]:
     sky = Sky(tmp_path / "run")
-    sky("up", "--base-port", "auto", "--delay", "off", "--replicas", "2", "--sweep", "1")
+    with settings_file("sweep = 1") as words:
+        sky("up", "--base-port", "auto", "--delay", "off", "--replicas", "2", *words)
     yield sky
     sky("down")
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +39,9 @@ settle = "1s"
 every = "300ms"
 metrics_every = "{every}"
 failures = 2
+[admission]
+ttft = "500ms"
+tbt = "400ms"
 """
 BATCH = 3
 """Requests that an engine runs at a time: with more it has some that wait, and its pool is overloaded."""
@@ -97,7 +99,6 @@ def check(sent: list[Answered], plain: str, *, may_fail: bool = False) -> int:
 
 
 Engines = list[tuple[subprocess.Popen[str], str]]
-OBJECTIVES = ("--elastic", "--ttft", "500ms", "--tbt", "400ms", "--settings")
 
 
 @pytest.fixture
@@ -108,17 +109,16 @@ def engines(store: str) -> Iterator[Engines]:
         yield [stack.enter_context(engine_process(*(words if number else ()))) for number in range(4)]
 
 
-def elastic(engines: Engines, settings: Path, every: str) -> tuple[str, ...]:
-    """A router's words, with one that prefills and two that decode."""
-    settings.write_text(QUICK.format(every=every), "utf-8")
-    first, *others = (url for _, url in engines[1:])
-    return "--prefill", first, *(word for url in others for word in ("--decode", url)), *OBJECTIVES, str(settings)
+def elastic(engines: Engines, every: str) -> str:
+    """Return a router's settings, with one engine that prefills and two that decode."""
+    roles = zip(engines[1:], ("prefill", "decode", "decode"), strict=True)
+    servers = (f'[[backends]]\nurl = "{url}"\nrole = "{role}"\nelastic = true\n' for (_, url), role in roles)
+    return "".join(servers) + QUICK.format(every=every)
 
 
-def test_roles_follow_the_load_and_every_answer_is_a_plain_engine_s(engines: Engines, tmp_path: Path) -> None:
+def test_roles_follow_the_load_and_every_answer_is_a_plain_engine_s(engines: Engines) -> None:
     plain = engines[0][1]
-    words = elastic(engines, tmp_path / "route.toml", "200ms")
-    with router(*words) as (process, url), ThreadPoolExecutor(32) as pool:
+    with router(settings=elastic(engines, "200ms")) as (process, url), ThreadPoolExecutor(32) as pool:
         assert split(url) == (1, 2)
         check(load_until(url, pool, 8, bodies(1, 900, 3), lambda: split(url) == (2, 1)), plain)
         check(load_until(url, pool, 12, bodies(2, 24, 60), lambda: split(url) == (1, 2)), plain)
@@ -129,12 +129,11 @@ def test_roles_follow_the_load_and_every_answer_is_a_plain_engine_s(engines: Eng
         assert not any("Traceback" in line for line in process.said)
 
 
-def test_one_that_is_killed_as_it_drains_takes_only_its_own_answers_along(engines: Engines, tmp_path: Path) -> None:
+def test_one_that_is_killed_as_it_drains_takes_only_its_own_answers_along(engines: Engines) -> None:
     plain = engines[0][1]
     # Looking so often the router never sees enough tokens to learn how fast one is alone, which other work on the same
     # processors would lengthen: decode engines then count as nearly idle, though they write long answers.
-    words = elastic(engines, tmp_path / "route.toml", "20ms")
-    with router(*words) as (process, url), ThreadPoolExecutor(32) as pool:
+    with router(settings=elastic(engines, "20ms")) as (process, url), ThreadPoolExecutor(32) as pool:
         slow = islice((body for body in bodies(3, 24, 1500) if body["stream"]), 2)
         writing = [(body, pool.submit(ask, url, body)) for body in slow]  # one at each
         draining: list[str] = []

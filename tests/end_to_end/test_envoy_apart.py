@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,9 +18,10 @@ pytest.importorskip("transformers", reason="an engine needs skymemory[hf]")
 pytest.importorskip("envoy", reason="the endpoint picker needs skymemory[envoy]")
 pytest.importorskip("redis", reason="the store daemon's clients need skymemory[redis]")
 
-from tests.end_to_end.envoy import ask, ended, envoy_binary, running_envoy, running_picker
+from tests.end_to_end.envoy import ask, envoy_binary, running_envoy, running_picker
 from tests.end_to_end.test_handover import ask as ask_engine
 from tests.end_to_end.test_handover import cluster, metric, prompts, short, text  # noqa: F401
+from tests.router.processes import router
 
 from skymemory.router.envoy.config import Entrance, bootstrap
 
@@ -36,24 +34,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @contextmanager
-def sidecar(engine: str, *options: str) -> Iterator[str]:
-    """Its address, as Envoy names endpoints."""
-    command = [sys.executable, "-m", "skymemory", "route", "--sidecar", engine, "--listen", "127.0.0.1:0", *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if (found := re.search(r"http://(127\.0\.0\.1:\d+)", line)) is not None:
-                yield found[1]
-                break
-        else:
-            raise AssertionError(f"the sidecar did not start: {said}")
-    finally:
-        ended(process)
+def sidecar(engine: str, handover: str) -> Iterator[str]:
+    """Run a sidecar; yield its address, as Envoy names endpoints."""
+    settings = f'[sidecar]\nengine = "{engine}"\n[disaggregation]\nhandover = "{handover}"'
+    with router(settings=settings) as (_, port):
+        yield f"127.0.0.1:{port}"
 
 
 @contextmanager
@@ -61,10 +46,10 @@ def apart(folder: Path, tmp_path: Path, handover: str, split_from: str = "0") ->
     """Engines, sidecar, picker and Envoy; ``port`` is Envoy's."""
     with cluster(folder) as made:
         p, d = urlsplit(made["p_url"]).netloc, made["d_url"]
-        with sidecar(d, "--handover", handover) as at:
-            words = ("--endpoint", at, "--prefill", p, "--metrics-listen", "127.0.0.1:0", "--tell-decisions")
-            words += ("--split-from", split_from)
-            with running_picker(*words) as picker:
+        with sidecar(d, handover) as at:
+            words = ("--endpoint", at, "--prefill", p, "--metrics-listen", "127.0.0.1:0")
+            settings = f"picker.tell_decisions = true\ndisaggregation.split_from = {split_from}"
+            with running_picker(*words, settings=settings) as picker:
                 entrance = Entrance("apart", f"127.0.0.1:{picker.port}", endpoints=(at,))
                 with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
                     yield {**made, "port": envoy.ports["apart"], "sidecar": at, "p_at": p, "picker": picker}

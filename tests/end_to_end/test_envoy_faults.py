@@ -29,7 +29,9 @@ try:
 except FileNotFoundError as why:
     pytest.skip(f"no real Envoy: {why}", allow_module_level=True)
 
-PLAIN = ("--strategy", "round-robin", "--metrics-path", "")
+PLAIN = ("--strategy", "round-robin")
+UNREAD = 'health.metrics_path = ""'
+"""Settings: the picker reads no server's metrics."""
 
 
 def a_dead_address() -> str:
@@ -50,8 +52,8 @@ def test_a_dead_endpoint_costs_its_requests_nothing_and_is_left_alone(servers: S
     dead = a_dead_address()
     all_servers = (dead, *servers.endpoints)
     named = [word for endpoint in all_servers for word in ("--endpoint", endpoint)]
-    counted = ("--metrics-listen", "127.0.0.1:0", "--fallbacks", "2")
-    with running_picker(*named, *PLAIN, *counted) as picker:
+    counted, settings = ("--metrics-listen", "127.0.0.1:0"), f"{UNREAD}\npicker.fallbacks = 2"
+    with running_picker(*named, *PLAIN, *counted, settings=settings) as picker:
         entrance = Entrance("fallback", f"127.0.0.1:{picker.port}", endpoints=all_servers, retries=2)
         with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
             answers = [ask(envoy.ports["fallback"], "/v1/completions", a_completion()) for _ in range(15)]
@@ -78,7 +80,8 @@ def test_an_endpoint_that_answers_errors_at_once_does_not_look_fastest(
     try:
         all_servers = (f"127.0.0.1:{bad.port}", *servers.endpoints)
         named = [word for endpoint in all_servers for word in ("--endpoint", endpoint)]
-        with running_picker(*named, "--strategy", "least-load", "--metrics-path", "", "--fallbacks", "2") as picker:
+        settings = f"{UNREAD}\npicker.fallbacks = 2"
+        with running_picker(*named, "--strategy", "least-load", settings=settings) as picker:
             entrance = Entrance("door", f"127.0.0.1:{picker.port}", endpoints=all_servers, retries=2)
             with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
                 answers = [ask(envoy.ports["door"], "/v1/completions", a_completion()) for _ in range(100)]
@@ -93,8 +96,8 @@ def test_an_endpoint_that_answers_errors_at_once_does_not_look_fastest(
 def test_no_endpoint_is_503_and_no_room_is_429_and_endpoints_may_come_later(servers: Servers, tmp_path: Path) -> None:
     file = tmp_path / "endpoints"
     file.write_text("# none yet\n")
-    options = ("--refresh", "100ms", "--max-requests", "1")
-    with running_picker("--endpoints", str(file), *PLAIN, *options) as picker:  # noqa: SIM117
+    settings = f'{UNREAD}\n[picker]\nendpoints = "{file}"\nrefresh = "100ms"\nmax_requests = 1'
+    with running_picker(*PLAIN, settings=settings) as picker:  # noqa: SIM117
         with running_envoy(bootstrap([Entrance("door", f"127.0.0.1:{picker.port}")]), tmp_path / "run") as envoy:
             port = envoy.ports["door"]
             none = ask(port, "/v1/completions", a_completion())
@@ -131,7 +134,7 @@ def test_without_a_picker_open_goes_on_and_closed_does_not(servers: Servers, tmp
 @pytest.mark.slow
 def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers, tmp_path: Path) -> None:
     named = [word for endpoint in servers.endpoints for word in ("--endpoint", endpoint)]
-    with running_picker(*named, *PLAIN) as picker:
+    with running_picker(*named, *PLAIN, settings=UNREAD) as picker:
         at = f"127.0.0.1:{picker.port}"
         config = bootstrap(
             [
@@ -150,7 +153,7 @@ def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers,
                 time.sleep(0.05)
             for body in (a_completion(), a_completion("x" * 1_000_000)):
                 assert ask(envoy.ports["open"], "/v1/completions", body).status == 200
-            with running_picker(*named, *PLAIN, "--listen", at):
+            with running_picker(*named, *PLAIN, "--listen", at, settings=UNREAD):
                 assert _becomes(envoy.ports["closed"], 200)
 
 
@@ -165,7 +168,7 @@ def _becomes(port: int, status: int, patience_s: float = 60.0) -> bool:
 
 @pytest.mark.slow
 def test_a_picker_that_hangs_is_given_up_in_time(servers: Servers, tmp_path: Path) -> None:
-    with running_picker("--endpoint", servers.endpoints[0], *PLAIN) as picker:
+    with running_picker("--endpoint", servers.endpoints[0], *PLAIN, settings=UNREAD) as picker:
         entrance = Entrance("door", f"127.0.0.1:{picker.port}", health_s=0.2)
         with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
             assert ask(envoy.ports["door"], "/v1/models").status == 200
@@ -180,7 +183,7 @@ def test_a_picker_that_hangs_is_given_up_in_time(servers: Servers, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_picker_that_is_stopped_lets_its_streams_end(servers: Servers, tmp_path: Path) -> None:
-    with running_picker("--endpoint", servers.endpoints[0], *PLAIN) as picker:
+    with running_picker("--endpoint", servers.endpoints[0], *PLAIN, settings=UNREAD) as picker:
         with running_envoy(bootstrap([Entrance("door", f"127.0.0.1:{picker.port}")]), tmp_path / "run") as envoy:
             port = envoy.ports["door"]
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client:

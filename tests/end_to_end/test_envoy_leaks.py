@@ -75,7 +75,7 @@ def gauge(port: int, name: str) -> float:
 def test_ten_thousand_requests_leave_no_memory_no_files_and_a_closed_account(tmp_path: Path) -> None:
     with Servers(2) as servers:
         named = [word for endpoint in servers.endpoints for word in ("--endpoint", endpoint)]
-        with running_picker(*named, "--metrics-path", "", "--metrics-listen", "127.0.0.1:0") as picker:
+        with running_picker(*named, "--metrics-listen", "127.0.0.1:0", settings='health.metrics_path = ""') as picker:
             entrance = Entrance("door", f"127.0.0.1:{picker.port}", endpoints=servers.endpoints)
             with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
                 port, page = envoy.ports["door"], picker.port_after("metrics at")

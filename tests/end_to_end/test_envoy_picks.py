@@ -79,9 +79,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     }
     with Servers(3) as servers:
         named = [word for endpoint in servers.endpoints for word in ("--endpoint", endpoint)]
-        plain = [*named, "--strategy", "round-robin", "--metrics-path", "", "--metrics-listen", "127.0.0.1:0"]
-        tls = ["--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem"), "--metrics-path", ""]
-        with running_picker(*plain, "--tell-decisions") as picker, running_picker(*named, *tls) as secure:
+        plain = [*named, "--strategy", "round-robin", "--metrics-listen", "127.0.0.1:0"]
+        tls = ["--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem")]
+        quiet = 'health.metrics_path = ""'
+        with (
+            running_picker(*plain, settings=f"{quiet}\npicker.tell_decisions = true") as picker,
+            running_picker(*named, *tls, settings=quiet) as secure,
+        ):
             asked, over_tls = f"127.0.0.1:{picker.port}", f"127.0.0.1:{secure.port}"
             ca, other = str(folder / "cert.pem"), str(folder / "other.pem")
             config = bootstrap(

@@ -25,6 +25,7 @@ pytest.importorskip("redis", reason="the store daemon's clients need skymemory[r
 
 from tests.end_to_end.test_serve import PATIENCE_S
 from tests.end_to_end.test_serve import serving as engine_process
+from tests.settings_file import settings_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LONG = 900
@@ -89,8 +90,9 @@ def cluster(folder: Path, wait: str = "10s") -> Iterator[dict[str, Any]]:
     """Store, prefill engine, decode engine, and one that is alone, each a process; their addresses."""
     with (
         store_process(folder) as (store, address),
-        engine_process("--cache", "64MiB", "--store", address, "--role", "producer", "--wait", wait) as (p, p_url),
-        engine_process("--cache", "64MiB", "--store", address, "--role", "consumer", "--wait", wait) as (d, d_url),
+        settings_file(f"wait = '{wait}'") as more,
+        engine_process("--cache", "64MiB", "--store", address, "--role", "producer", *more) as (p, p_url),
+        engine_process("--cache", "64MiB", "--store", address, "--role", "consumer", *more) as (d, d_url),
         engine_process("--cache", "64MiB") as (_, alone),
     ):
         yield {"store": store, "p": p, "d": d, "p_url": p_url, "d_url": d_url, "alone": alone}

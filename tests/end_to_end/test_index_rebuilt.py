@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.end_to_end.in_process import skymemory
+from tests.settings_file import settings_file
 
 VALUES = """
 import hashlib, random
@@ -78,7 +79,8 @@ class Sky:
 @pytest.fixture
 def sky(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sky]:
     sky = Sky(tmp_path)
-    sky("constellation", "up", "--base-port", "auto", "--delay", "off", *getattr(request, "param", ()))
+    with settings_file(getattr(request, "param", "")) as words:
+        sky("constellation", "up", "--base-port", "auto", "--delay", "off", *words)
     yield sky
     sky("constellation", "down")
 
@@ -137,7 +139,7 @@ def test_a_name_is_found_after_the_loss_and_the_command_says_how(sky: Sky, tmp_p
     assert again["keys_probed"] == again["values_adopted"] == 0
 
 
-@pytest.mark.parametrize("sky", [("--servers", "10")], indirect=True, ids=["on ten"])
+@pytest.mark.parametrize("sky", ["servers = 10"], indirect=True, ids=["on ten"])
 @pytest.mark.slow
 def test_with_a_host_of_satellites_restarted_too_what_survived_is_found(sky: Sky) -> None:
     """Plane 2, the middle of the box, comes back empty: long values lost chunks with it, short ones elsewhere live."""

@@ -29,24 +29,12 @@ def sky(tmp_path: Path) -> Iterator[object]:
             timeout=240,
         )
 
-    up = run(
-        "constellation",
-        "up",
-        "--base-port",
-        "auto",
-        "--hosts",
-        "1",
-        "--delay",
-        "off",
-        "--memory-per-satellite",
-        "1MiB",
-        "--eviction",
-        "lazy,gossip,periodic,migration",
-        "--replacement",
-        "lfuda",
-        "--sweep",
-        "2s",
+    (tmp_path / "sky.toml").write_text(
+        "memory_per_satellite = '1MiB'\neviction = 'lazy,gossip,periodic,migration'\n"
+        "replacement = 'lfuda'\nsweep = '2s'\n"
     )
+    plain = ("--base-port", "auto", "--hosts", "1", "--delay", "off")
+    up = run("constellation", "up", *plain, "--settings", "sky.toml")
     assert up.returncode == 0, up.stderr
     yield run
     run("constellation", "down")
@@ -69,7 +57,7 @@ def test_pinned_stays_expired_goes_and_the_rest_makes_room(sky, tmp_path: Path) 
     assert gone.returncode == 1 and "not in the constellation" in gone.stderr
     for number in range(12):
         assert sky("kv", "put", "file", "--key", f"other-{number}").returncode == 0
-    got = sky("kv", "get", "kept", "-o", "copy", "--no-index")
+    got = sky("kv", "get", "kept", "-o", "copy", "--store", "constellation?index=no")
     assert got.returncode == 0 and (tmp_path / "copy").read_bytes() == data
     assert sky("kv", "get", "other-0", "-o", "copy").returncode == 1
     for number in (10, 11):
@@ -84,12 +72,11 @@ def test_pinned_stays_expired_goes_and_the_rest_makes_room(sky, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_wrong_policies_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    for words, expected in (
-        (["--eviction", "gosip"], "gossip"),
-        (["--eviction", "periodic", "--sweep", "0s"], "sweep"),
-    ):
+    for text, expected in (("eviction = 'gosip'", "gossip"), ("eviction = 'periodic'\nsweep = '0s'", "sweep")):
+        (tmp_path / "sky.toml").write_text(text)
+        words = ("--run-dir", str(tmp_path / "run"), "--settings", str(tmp_path / "sky.toml"))
         answer = subprocess.run(
-            [sys.executable, "-m", "skymemory", "constellation", "up", "--run-dir", str(tmp_path / "run"), *words],
+            [sys.executable, "-m", "skymemory", "constellation", "up", *words],
             capture_output=True,
             text=True,
             timeout=240,

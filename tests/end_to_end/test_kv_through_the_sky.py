@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.end_to_end.in_process import skymemory
+from tests.settings_file import settings_file
 
 COMMAND = [sys.executable, "-m", "skymemory"]
 BIG_BYTES = 6_000_000
@@ -31,8 +32,10 @@ class Sky:
             [*COMMAND, *words], env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=280
         )
 
-    def up(self, *words: str) -> None:
-        code, _, err = skymemory("constellation", "up", "--base-port", "auto", "--run-dir", str(self.run_dir), *words)
+    def up(self, *words: str, settings: str = "") -> None:
+        where = ("--base-port", "auto", "--run-dir", str(self.run_dir))
+        with settings_file(settings) as more:
+            code, _, err = skymemory("constellation", "up", *where, *words, *more)
         assert code == 0, err
 
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
@@ -70,16 +73,19 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
     assert got.returncode == 0, got.stderr
     copy = sky.folder / "copy.bin"
     assert copy.read_bytes() == big
-    for options in (["--no-index"], ["--access", "gateway"], ["--no-index", "--access", "gateway"]):
+    for options in (
+        ["--store", f"constellation://{sky.run_dir}?{how}"]
+        for how in ("index=no", "access=gateway", "index=no&access=gateway")
+    ):
         copy.unlink()
-        code, _, err = skymemory("kv", "get", "big.bin", "-o", str(copy), "--run-dir", str(sky.run_dir), *options)
+        code, _, err = skymemory("kv", "get", "big.bin", "-o", str(copy), *options)
         assert code == 0 and copy.read_bytes() == big, err
     assert sky("constellation", "rotate", "--slots", "2", "--planes", "1").returncode == 0
     plan = json.loads((sky.run_dir / "constellation.json").read_text("utf-8"))
     assert (plan["pushed_slot_moves"], plan["pushed_plane_moves"]) == (2, 1)  # for hosts that start later
     status = json.loads(sky("constellation", "status", "--json").stdout)
     assert status["delay_error_p99_us"] > 0  # how far it is off says more of the machine than of us
-    got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--no-index")
+    got = sky("kv", "get", "big.bin", "-o", "copy.bin", "--store", "constellation?index=no")
     assert got.returncode == 0, got.stderr
     assert (sky.folder / "copy.bin").read_bytes() == big
     assert [entry["key"] for entry in json.loads(sky("kv", "list", "--json").stdout)] == ["big.bin"]
@@ -92,13 +98,13 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(["--loss", "1%"], marks=pytest.mark.slow),
-        pytest.param(["--loss", "5%"], marks=pytest.mark.slow),
-        ["--loss", "5%", "--duplicate", "5%", "--reorder", "10%", "--fault-seed", "3"],
+        pytest.param("loss = 0.01", marks=pytest.mark.slow),
+        pytest.param("loss = 0.05", marks=pytest.mark.slow),
+        "loss = '5%'\nduplicate = '5%'\nreorder = '10%'\nseed = 3",
     ],
 )
-def test_loss_duplication_and_reordering_change_nothing(sky: Sky, big: bytes, faults: list[str]) -> None:
-    sky.up("--delay", "off", *faults)
+def test_loss_duplication_and_reordering_change_nothing(sky: Sky, big: bytes, faults: str) -> None:
+    sky.up("--delay", "off", settings=f"[faults]\n{faults}")
     (sky.folder / "big.bin").write_bytes(big)
     put = sky("kv", "put", "big.bin", "--json")
     assert put.returncode == 0, put.stderr
@@ -111,7 +117,7 @@ def test_loss_duplication_and_reordering_change_nothing(sky: Sky, big: bytes, fa
 
 @pytest.mark.slow
 def test_heavy_corruption_never_gives_wrong_bytes(sky: Sky) -> None:
-    sky.up("--delay", "off", "--corrupt", "30%")
+    sky.up("--delay", "off", settings="faults.corrupt = 0.3")
     read = 0
     for number in range(6):
         data = os.urandom(90_000)
@@ -148,7 +154,7 @@ def test_no_constellation_and_bad_options_are_reported_in_one_line(sky: Sky) -> 
     assert none.returncode == 1 and "skymemory constellation up" in none.stderr and len(none.stderr.splitlines()) == 1
     absent = sky("kv", "put", "absent.bin")
     assert absent.returncode != 0 and len(absent.stderr.splitlines()) == 1
-    sky.up("--hosts", "1", "--delay", "off", "--memory-per-satellite", "1MiB")
+    sky.up("--hosts", "1", "--delay", "off", settings="memory_per_satellite = '1MiB'")
     (sky.folder / "large.bin").write_bytes(bytes(12 << 20))
     large = sky("kv", "put", "large.bin")
     assert large.returncode == 2 and "at most" in large.stderr

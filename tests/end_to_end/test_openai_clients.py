@@ -41,7 +41,7 @@ def door(tmp_path_factory: pytest.TempPathFactory, page_server: PageServer) -> I
     folder = tmp_path_factory.mktemp("door")
     with (
         real_engines(2) as engines,
-        real_door(folder, engines, TENANTS, "", "--cors-origin", page_server.origin("localhost")) as door,
+        real_door(folder, engines, TENANTS, f'cors.origins = ["{page_server.origin("localhost")}"]') as door,
     ):
         yield door
 

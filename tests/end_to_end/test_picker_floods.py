@@ -19,7 +19,7 @@ MOST_MIB = dict.fromkeys(FLOODS, 64.0) | {"whole bodies": 128.0}
 
 @pytest.fixture(scope="module")
 def picker() -> Iterator[Picker]:
-    with running_picker("--endpoint", "127.0.0.1:9", "--metrics-path", "") as picker:
+    with running_picker("--endpoint", "127.0.0.1:9", settings='health.metrics_path = ""') as picker:
         yield picker
 
 

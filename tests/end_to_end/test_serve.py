@@ -116,16 +116,20 @@ def test_an_unavailable_address_is_reported_before_anything_is_loaded() -> None:
         (["--cache", "much"], "size"),
         (["--block-tokens", "0"], "1 to 4096"),
         (["--running", "0"], "--running 0"),
-        (["--policy", "best"], "lru"),
+        (["--settings", "policy = 'best'"], "policy: 'best': expected one of lru"),
+        (["--settings", "waiting = 0"], "waiting: 0: expected 1"),
         (["--role", "producer"], "give its address by --store"),
         (["--role", "decoder"], "there is no 'decoder'"),
         (["--store", "memory://1GiB"], "skymemory store serve memory://1GiB"),
         (["--listen", "127.0.0.1:0", "--store", "nowhere://"], "redis://HOST"),
-        (["--store", "redis://localhost", "--wait", "soon"], "--wait"),
+        (["--store", "redis://localhost", "--settings", "wait = 'soon'"], "wait: 'soon' is not a duration"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_loaded(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    if "--settings" in words:
+        (tmp_path / "engine.toml").write_text(words[-1])
+        words = [*words[:-1], str(tmp_path / "engine.toml")]
     assert main(["serve", *words]) == 2
     assert message in capsys.readouterr().err

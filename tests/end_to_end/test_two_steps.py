@@ -25,6 +25,7 @@ pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
 from tests.end_to_end.test_serve import PATIENCE_S
 from tests.end_to_end.test_serve import serving as engine_process
 from tests.router.processes import Process
+from tests.router.processes import router as route
 
 from skymemory.cli.main import build_parser
 
@@ -57,12 +58,9 @@ def store() -> Iterator[str]:
 
 
 @contextmanager
-def router(*words: str) -> Iterator[tuple[Process, str]]:
-    process = Process("-m", "skymemory", "route", "--listen", "127.0.0.1:0", "--log-requests", *words)
-    try:
-        yield process, process.says(r"listening on (http://127\.0\.0\.1:\d+)")[1]
-    finally:
-        process.close()
+def router(*words: str, settings: str = "") -> Iterator[tuple[Process, str]]:
+    with route(*words, settings=f"log_requests = true\n{settings}") as (process, port):
+        yield process, f"http://127.0.0.1:{port}"
 
 
 def ask(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> str:
@@ -104,11 +102,12 @@ def test_an_engine_that_prefills_and_one_that_decodes_answer_as_a_plain_one(stor
         killed, prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))
         decode = stack.enter_context(engine_process("--store", store, "--role", "consumer"))[1]
         pair, handed_over = (
-            ("--prefill", prefill, "--decode", decode, "--split-from", "0"),
+            ("--prefill", prefill, "--decode", decode),
             'skymemory_router_prefills_total{outcome="handed-over"',
         )
         for handover, seed in (("after", 7), ("overlap", 8)):
-            with router(*pair, "--handover", handover) as (process, url), ThreadPoolExecutor(3) as pool:
+            steps = f'[disaggregation]\nsplit_from = 0\nhandover = "{handover}"'
+            with router(*pair, settings=steps) as (process, url), ThreadPoolExecutor(3) as pool:
                 requests = mixed(8, seed)
                 wanted = list(pool.map(lambda body: ask(plain, body), requests))
                 assert list(pool.map(lambda body, url=url: ask(url, body), requests)) == wanted
@@ -120,7 +119,8 @@ def test_an_engine_that_prefills_and_one_that_decodes_answer_as_a_plain_one(stor
                     assert ask(url, whole) == wanted[0]
                     assert metrics(url, 'skymemory_router_alone_total{reason="whole"}') == 1
                 assert not any("Traceback" in line for line in process.said)
-        with router("--sidecar", decode, "--prefillers", "127.0.0.1") as (process, url):
+        sidecar = f'[sidecar]\nengine = "{decode}"\nprefillers = ["127.0.0.1"]'
+        with router(settings=sidecar) as (process, url):
             header = {HEADER: prefill.removeprefix("http://")}
             for body in mixed(3, 9):
                 assert ask(url, body, header) == ask(plain, body)
@@ -141,7 +141,7 @@ def test_short_prompts_and_next_turns_go_to_the_decode_engine_alone(store: str) 
         killed, prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))
         # The router counts on no more than the engine says that its memory holds: here, all three conversations.
         decode = stack.enter_context(engine_process("--store", store, "--role", "consumer", "--cache", "16MiB"))[1]
-        process, url = stack.enter_context(router("--prefill", prefill, "--decode", decode, "--split-from", "64"))
+        process, url = stack.enter_context(router("--prefill", prefill, "--decode", decode))
         dice = random.Random(30)
         more = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
         talks = [[dice.randrange(3, 8000) for _ in range(300)] for _ in range(3)]

@@ -129,7 +129,7 @@ def test_clients_in_two_folders(up: Callable[..., RunDirectory], tmp_path: Path,
 
     def run(at: str, *words: str) -> subprocess.Popen[str]:
         (tmp_path / at).mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "skymemory", "kv", *words, "--run-dir", str(directory.path)]
+        command = [sys.executable, "-m", "skymemory", "kv", *words, "--store", f"constellation://{directory.path}"]
         return subprocess.Popen(command, cwd=tmp_path / at, stderr=subprocess.PIPE, text=True)
 
     def finish(*processes: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from tests.lab.door import Door
+from tests.settings_file import settings_file
 
 from skymemory.cli.main import main
 from skymemory.conductor.cost_fit import decode_errors, fit_decode, fit_prefill, prefill_errors
@@ -103,7 +104,7 @@ def test_an_engine_that_reports_no_hits_is_asked_nothing_twice() -> None:
     silent = KnownEngine(silent=True)
     points = asyncio.run(measuring(silent).prefills(prefill_cells(32, 128, (0.0, 0.5)), 1, "median"))
     assert all(point.cached == 0 for point, _ in points)
-    with pytest.raises(SkyMemoryError, match="--shares 0"):
+    with pytest.raises(SkyMemoryError, match=r"shares = \[0\]"):
         asyncio.run(measuring(silent).prefills(prefill_cells(32, 128, (0.5,)), 1, "median"))
 
 
@@ -145,8 +146,9 @@ def test_a_real_engine_is_measured_and_its_model_can_be_routed_by(
     """How good the fit is is not asked here: others use this computer. What is in the report is."""
     out = tmp_path / "cost.json"
     words = ["--url", f"http://127.0.0.1:{door.port}", "--shape", str(small_model_folder() / "config.json")]
-    words += ["--lengths", "32-256", "--shares", "0,0.5", "--repeats", "1", "--batch", "2", "--contexts", "32,64"]
-    assert main(["fit", *words, "--prompt-unit", unit, "--out", str(out), "--json"]) == 0
+    cells = "lengths = [32, 256]\nshares = [0, 0.5]\nrepeats = 1\nbatch = 2\ncontexts = [32, 64]"
+    with settings_file(f"{cells}\nprompt_unit = '{unit}'") as more:
+        assert main(["fit", *words, *more, "--out", str(out), "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert len(printed["prefills"]) >= 14 and not printed["never"] and len(printed["decodes"]) == 4
     cached = [one["cached"] for one in printed["prefills"]]
@@ -162,27 +164,31 @@ def test_a_real_engine_is_measured_and_its_model_can_be_routed_by(
 @pytest.mark.slow
 def test_the_small_model_is_foretold_by_processor_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Lengths that it was not fitted on, while others use the computer: 10 % is the goal on a quiet one."""
-    words = ["--engine", "small", "--lengths", "64-512", "--shares", "0,0.75", "--repeats", "3", "--no-decode"]
-    code = main(["fit", *words, "--statistic", "fastest", "--clock", "processor", "--within", "25%"])
+    cells = "lengths = [64, 512]\nshares = [0, 0.75]\nrepeats = 3\ndecode = false"
+    with settings_file(f"{cells}\nstatistic = 'fastest'\nclock = 'processor'") as more:
+        code = main(["fit", *more, "--within", "25%"])
     assert code == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "expected either --engine small or --url"),
-        (["--engine", "small", "--url", "http://x"], "expected either"),
         (["--url", "http://x"], "needs --shape"),
-        (["--engine", "small", "--flops", "1e12"], "--flops and --memory need each other"),
-        (["--engine", "small", "--lengths", "64-100"], "prompts of 64 to 100 tokens"),
-        (["--engine", "small", "--shares", "0,1"], "must be >= 0 and < 1"),
-        (["--engine", "small", "--clock", "processor", "--threads", "2"], "with --threads 1"),
+        (["--settings", "flops = 1e12"], "`flops` and `memory` need each other"),
+        (["--settings", "lengths = [64, 100]"], "prompts of 64 to 100 tokens"),
+        (["--settings", "lengths = [64]"], "lengths: [64]: expected the first and the last"),
+        (["--settings", "shares = [0, 1]"], "must be >= 0 and < 1"),
+        (["--settings", "repeats = 0"], "repeats: 0: expected 1 or more"),
+        (["--settings", "clock = 'processor'\nthreads = 2"], "with one thread"),
         (["--url", "http://x", "--shape", "/nowhere/config.json"], "cannot read /nowhere/config.json"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    if "--settings" in words:
+        (tmp_path / "fit.toml").write_text(words[-1])
+        words = [*words[:-1], str(tmp_path / "fit.toml")]
     assert main(["fit", *words]) == 2
     said = capsys.readouterr().err
     assert complaint in said and said.count("\n") == 1

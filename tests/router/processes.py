@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.settings_file import settings_file
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 
@@ -82,10 +84,11 @@ def engine(name: str, port: int = 0) -> Iterator[tuple[Process, int]]:
 
 
 @contextmanager
-def router(*arguments: str) -> Iterator[tuple[Process, int]]:
-    """``skymemory route``, and its port."""
-    process = Process("-m", "skymemory", "route", "--listen", "127.0.0.1:0", *arguments)
-    try:
-        yield process, int(process.says(r"listening on http://127\.0\.0\.1:(\d+)")[1])
-    finally:
-        process.close()
+def router(*arguments: str, settings: str = "") -> Iterator[tuple[Process, int]]:
+    """Run ``skymemory route``; yield it and its port."""
+    with settings_file(settings) as words:
+        process = Process("-m", "skymemory", "route", "--listen", "127.0.0.1:0", *words, *arguments)
+        try:
+            yield process, int(process.says(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        finally:
+            process.close()

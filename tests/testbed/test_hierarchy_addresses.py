@@ -184,8 +184,6 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
     [
         (["list"], "redis://127.0.0.1:1", "list: redis does not support it; a constellation and disk do"),
         (["put", "FILE", "--ttl", "1m"], "tiers:?tier=memory", "--ttl: tiers does not support it"),
-        (["get", "x", "--access", "los"], "memory", "write them in its address"),
-        (["get", "x", "--no-index"], "memory", "write them in its address"),
     ],
 )
 def test_the_command_says_what_a_store_cannot(

@@ -56,7 +56,7 @@ def test_links_of_a_plan_are_checked() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("up = 0", "up: 0: expected a rate"),
+        ("up = 0", "links: up: 0: expected a rate"),
         ('downn = "1Mbit"', "did you mean 'down'"),
         ("[load]\nisl = 1", "less than 1"),
         ('[[outage]]\nlink = "up"\nfrom = "9s"\nto = "8s"', "an end after its begin"),
@@ -66,9 +66,9 @@ def test_links_of_a_plan_are_checked() -> None:
 def test_commands_refuse_a_bad_file_of_links(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "links.toml"
-    path.write_text(text)
-    code = main(["constellation", "up", "--links", str(path), "--run-dir", str(tmp_path / "run")])
+    path = tmp_path / "sky.toml"
+    path.write_text("[links]\n" + text.replace("[load", "[links.load").replace("[outage", "[links.outage"))
+    code = main(["constellation", "up", "--settings", str(path), "--run-dir", str(tmp_path / "run")])
     said = capsys.readouterr().err
     assert code == 2 and str(path) in said and says in said
 
@@ -203,10 +203,10 @@ def test_two_continents_share_one_cache_over_udp(starlink: tuple[RunDirectory, C
 
 @pytest.mark.slow
 def test_links_are_shown_and_hold_over_udp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "links.toml").write_text(TOML + 'buffer = "64KiB"\n')
+    (tmp_path / "sky.toml").write_text(f'servers = 9\n[links]\n{TOML}buffer = "64KiB"\n')
     run_dir = ["--run-dir", str(tmp_path / "run")]
-    up = ["constellation", "up", "--base-port", "auto", "--hosts", "2", "--access", "gateway", "--servers", "9"]
-    assert main([*up, "--links", str(tmp_path / "links.toml"), *run_dir]) == 0
+    up = ["constellation", "up", "--base-port", "auto", "--hosts", "2", "--access", "gateway"]
+    assert main([*up, "--settings", str(tmp_path / "sky.toml"), *run_dir]) == 0
     try:
         # Two processes write at once: each obeys the plan's rates, and between satellites they share them.
         code = (

@@ -356,12 +356,13 @@ def test_a_client_with_other_keys_than_the_satellites_is_notified(
             save_plan(replace(plan, auth=auth, keys_file="keys"), folder / "constellation.json")
             assert main(["constellation", "attach", str(folder / "constellation.json"), *words]) == 0
             there = ["--plan", str(folder / "constellation.json")]
+            at = ["--store", f"constellation://{tmp_path / 'run'}"]
             for command in (
-                ["kv", "list", *words],
-                ["kv", "get", "v", "--out", str(tmp_path / "out"), *words],
-                ["kv", "delete", "v", *words],
-                ["kv", "put", str(tmp_path / "v"), *words],
-                ["kv", "pin", "v", *words],
+                ["kv", "list", *at],
+                ["kv", "get", "v", "--out", str(tmp_path / "out"), *at],
+                ["kv", "delete", "v", *at],
+                ["kv", "put", str(tmp_path / "v"), *at],
+                ["kv", "pin", "v", *at],
                 ["constellation", "status", *there],
                 ["constellation", "rotate", *there],
             ):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.settings_file import settings_file
 from tests.vllm.server import MODEL, PYTHON, Vllm
 
 from skymemory.cli.main import main
@@ -37,8 +38,9 @@ def test_what_answers_say_is_what_vllm_counts(vllm: Vllm, capsys: pytest.Capture
 
 def test_what_it_refuses_is_reported_in_its_own_words(vllm: Vllm, capsys: pytest.CaptureFixture[str]) -> None:
     """The small model has no chat template, and vLLM makes up none."""
-    words = ("--workload", "tenants", "--requests", "2", "--scale-lengths", "0.02", "--model", "small", "--api", "chat")
-    assert main(["replay", "--url", vllm.url, *words]) == 1
+    words = ("--workload", "tenants", "--requests", "2", "--scale-lengths", "0.02", "--model", "small")
+    with settings_file("api = 'chat'") as more:
+        assert main(["replay", "--url", vllm.url, *words, *more]) == 1
     said = capsys.readouterr().err
     assert "status 400" in said and "chat template" in said and said.count("\n") == 1
 
@@ -46,11 +48,9 @@ def test_what_it_refuses_is_reported_in_its_own_words(vllm: Vllm, capsys: pytest
 def test_its_prefills_are_measured_and_written(vllm: Vllm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No figure is asked for: vLLM and the tests share this computer's processors."""
     out = tmp_path / "cost.json"
-    words = ("--url", vllm.url, "--model", "small", "--shape", str(MODEL / "config.json"), "--out", str(out))
-    assert (
-        main(["fit", *words, "--lengths", "64-1024", "--shares", "0,0.5", "--repeats", "2", "--no-decode", "--json"])
-        == 0
-    )
+    words = ("--url", vllm.url, "--shape", str(MODEL / "config.json"), "--out", str(out))
+    with settings_file("lengths = [64, 1024]\nshares = [0, 0.5]\nrepeats = 2\ndecode = false\nmodel = 'small'") as more:
+        assert main(["fit", *words, *more, "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert max(one["cached"] for one in printed["prefills"]) >= 448
     assert read_cost(out).prefill_s(512) > read_cost(out).prefill_s(128) > 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.settings_file import settings_file
 from tests.wire.wire import FAR, NEAR, Line, Wire, why_not
 
 pytestmark = pytest.mark.slow
@@ -30,8 +31,8 @@ class Computers:
         self._run, self._stack, self.chunk_bytes = folder / "run", stack, chunk_bytes
         plan = folder / "sky.json"
         hosts = [word for number in range(HOSTS) for word in ("--host", f"{FAR}:{26_000 + 100 * number}")]
-        how = ("--out", str(plan), "--delay", "off", "--chunk", str(chunk_bytes))
-        self.on(NEAR, "constellation", "plan", *how, *hosts)
+        with settings_file(f"chunk = {chunk_bytes}") as words:
+            self.on(NEAR, "constellation", "plan", "--out", str(plan), "--delay", "off", *words, *hosts)
         for number in range(HOSTS):
             words = ("satellite", "--plan", str(plan), "--host", str(number))
             log = stack.enter_context((folder / f"host-{number}.log").open("wb"))

@@ -130,7 +130,7 @@ class Measurement:
         if warm.cached_tokens is None:
             cells = [cell for cell in cells if not cell.share]
         if not cells:
-            raise SkyMemoryError("the engine does not report cached_tokens: measure with --shares 0")
+            raise SkyMemoryError("the engine does not report cached_tokens: measure with shares = [0]")
         samples: list[tuple[tuple[PrefillCell, int, int], float]] = []
         for turn in range(repeats):
             order = list(cells)

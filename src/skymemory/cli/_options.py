@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import errno
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from skymemory.config import Schema, filled, overlaid
 from skymemory.errors import InvalidInput, missing_extra, os_reason, quoted
-from skymemory.units import parse_duration, parse_fraction, parse_size, parse_whole
+from skymemory.files import read_toml
+from skymemory.units import parse_duration, parse_fraction, parse_size
 
 T = TypeVar("T")
 
@@ -36,34 +37,59 @@ fraction = argument(parse_fraction)
 duration = argument(parse_duration)
 
 
-def _parse_rate(text: str) -> float | None:
-    if text == "none":
-        return None
-    number = text.lower().removesuffix("bit/s").strip()
-    scale = {"k": 1e3, "m": 1e6, "g": 1e9}.get(number[-1:], 1.0)
+_SETTING = "settings."
+
+
+def add_settings_file(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--settings", type=Path, metavar="FILE", help=what)
+
+
+def add_setting(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Return a function that adds an option for a key of the settings file, such as ``limits.max_body``."""
+
+    def add(option: str, key: str, **how: Any) -> argparse.Action:
+        return parser.add_argument(option, dest=_SETTING + key, default=None, **how)
+
+    return add
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``add_setting`` that were given, as a table such as the file's."""
+    tables: dict[str, Any] = {}
+    for name, value in vars(args).items():
+        if name.startswith(_SETTING) and value is not None:
+            *sections, key = name.removeprefix(_SETTING).split(".")
+            table = tables
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[key] = value
+    return tables
+
+
+def add_rare_settings(parser: argparse.ArgumentParser, kind: type[Schema]) -> None:
+    """Add ``--settings FILE`` for the keys of ``kind``; the parsed value is an instance of it."""
+
+    def read(name: str) -> Schema:
+        return filled(kind, read_toml(Path(name)), name)
+
+    parser.add_argument(
+        "--settings",
+        type=argument(read),
+        default=kind(),
+        metavar="FILE",
+        help="further settings in TOML: docs/reference/settings.md",
+    )
+
+
+def read_settings(args: argparse.Namespace, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what ``read`` makes of the settings file, with the options given in place of its keys."""
+    content = {} if args.settings is None else read_toml(args.settings)
     try:
-        rate = float(number if scale == 1 else number[:-1]) * scale
-    except ValueError:
-        rate = math.nan
-    if not 0 < rate < math.inf:
-        raise InvalidInput(f"{text!r}: expected bits per second, more than 0, such as 20G or 300Mbit/s, or none")
-    return rate
-
-
-rate = argument(_parse_rate)
-"""``20G`` or ``300Mbit/s`` → bits per second; ``none`` → None."""
-
-
-def add_links(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
-    add("--lat", type=float, metavar="DEG", help="latitude of the host (default: the preset's)")
-    add("--lon", type=float, metavar="DEG", help="longitude of the host (default: the preset's)")
-    add("--mask", type=float, default=25.0, metavar="DEG", help="lowest elevation of a beam (default: %(default)g)")
-    add("--up", type=rate, default="300M", metavar="RATE", help="a beam up, in bit/s; none: no limit (default: 300M)")
-    add("--down", type=rate, default="1.2G", metavar="RATE", help="a beam down (default: 1.2G)")
-    add("--isl", type=rate, default="20G", metavar="RATE", help="a link between satellites (default: 20G)")
-    add("--server-time", type=duration, default="20us", metavar="T", help="a satellite's, for a chunk (default: 20us)")
+        return read(overlaid(content, given_settings(args)))
+    except InvalidInput as error:
+        if args.settings is None:
+            raise
+        raise InvalidInput(f"{args.settings}: {error}") from error
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
@@ -121,12 +147,3 @@ def os_error(error: OSError) -> str:
     if error.errno in _ADVICE and reason == os.strerror(error.errno):
         reason += f": {_ADVICE[error.errno]}"
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
-
-
-def token_ids(text: str) -> tuple[int, int]:
-    first, dash, last = text.partition("-")
-    if not dash or not first.isdecimal() or not last.isdecimal() or parse_whole(last) - parse_whole(first) < 15:
-        # At least 16 ids: with fewer ids, random prompts would share prefixes by chance, and hits would be measured
-        # that the trace does not have.
-        raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")
-    return parse_whole(first), parse_whole(last)

@@ -5,33 +5,37 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
-from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read
-from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
-from skymemory.files import MAX_TABLE_BYTES, read_text, read_toml, write_private
+from skymemory.cli._options import (
+    add_json,
+    add_run_dir,
+    add_satellite_kind,
+    add_setting,
+    add_settings_file,
+    argument,
+    duration,
+    read_settings,
+)
+from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.files import write_private
 from skymemory.text import write_line
 from skymemory.units import format_duration, format_size, parse_delay, parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory.constellation.ground_track import Waypoint
-    from skymemory.constellation.links import Links
-    from skymemory.constellation.presets import Preset
     from skymemory.constellation.torus import SatelliteId
-    from skymemory.testbed.plan import ConstellationPlan, Ground, HostShare, Ports
+    from skymemory.testbed.plan import ConstellationPlan, Ports
     from skymemory.testbed.run_directory import RunDirectory
+    from skymemory.testbed.settings import SkySettings
     from skymemory.testbed.supervisor import SignalGate, Started
 
 
 ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
 """Copy of ``protocol.client.gateway.ACCESS_MODES``, without its import, and its alias ``los``."""
-_DEFAULT_PLACE = (40.0, -75.0)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -132,127 +136,38 @@ def _add_satellite(subparsers: Subparsers) -> None:
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--preset", metavar="NAME", help="geometry of the constellation (default: testbed-19x5)")
-    add("--tle", type=Path, metavar="FILE", help="fly real satellites: element sets, two-line or OMM; with --shell")
-    add("--shell", type=int, metavar="N", help="which shell of FILE, as `skymemory shells FILE` numbers them")
-    add("--skip-bad", action="store_true", help="leave bad records of FILE out instead of refusing it")
-    add(
+    add_settings_file(parser, "settings in TOML; options come before its keys")
+    setting = add_setting(parser)
+    setting("--preset", "preset", metavar="NAME", help="geometry of the constellation (default: testbed-19x5)")
+    setting(
         "--delay",
+        "delay",
         type=argument(parse_delay),
-        default=1.0,
         metavar="real|off|xK",
         help="hold each packet as long as light takes over the link, not at all, or K times as long (default: real)",
     )
-    add(
-        "--memory-per-satellite",
-        type=size,
-        default=64 * 2**20,
-        metavar="SIZE",
-        help="memory of a satellite (default: 64MiB)",
-    )
-    add(
-        "--servers",
-        type=int,
-        metavar="S",
-        help="satellites each value is spread over (default: chosen by its size, at most the preset's number, 10)",
-    )
-    add("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
-    add("--strategy", metavar="NAME", help="placement: rotation, hop, rotation_hop, cost or baseline")
-    _add_ground_options(parser)
-    parser.add_argument(
-        "--links",
-        type=Path,
-        metavar="FILE",
-        help="what links carry: TOML of rates, other traffic, buffers, outages and weather (default: everything)",
-    )
-    add("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
-    add(
-        "--time-scale",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="speed of the satellites' clock: 0 stands still (default), 1 is real time, 60 is an hour per minute",
-    )
-    add = parser.add_argument_group(
-        "memory", "what a satellite evicts when its memory is full; see docs/guide/eviction.md"
-    ).add_argument
-    add(
-        "--eviction",
-        default="lazy",
-        metavar="POLICIES",
-        help="how the rest of a block that lost a chunk is dropped: lazy, gossip or gossip-plane, periodic, migration, "
-        "several with commas, or none (default: %(default)s)",
-    )
-    add(
-        "--replacement",
-        default=DEFAULT_REPLACEMENT,
-        choices=REPLACEMENTS,
-        help="which block goes first: by recency (lru), frequency (lfuda), or both (lrfu; default)",
-    )
-    add(
-        "--sweep",
-        type=duration,
-        metavar="TIME",
-        help="interval of --eviction periodic and of the repair of lost replicas (default: 30s)",
-    )
-    _add_auth(parser)
-    faults = parser.add_argument_group("faults", "injected by the satellites, as shares of packets such as 1%")
-    for name, what in (
-        ("loss", "packets dropped"),
-        ("duplicate", "packets sent twice"),
-        ("reorder", "packets delayed behind later ones"),
-        ("corrupt", "packets with a flipped bit"),
-    ):
-        faults.add_argument(f"--{name}", type=fraction, default=0.0, metavar="SHARE", help=what)
-    faults.add_argument("--fault-seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
-
-
-def _add_ground_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    setting(
         "--access",
+        "access",
         choices=ACCESS_CHOICES,
         help="how the host reaches satellites: all through the nearest in sight (gateway), those in sight directly and "
         "the rest through it (hybrid, default of presets with real orbits), as a satellite itself (onboard), or all "
         "directly, in sight or not, as in the paper (ideal, default of the paper's; once called los)",
     )
-    add = parser.add_argument_group("ground", "where the host is; only for presets with real orbits").add_argument
-    add(
-        "--host-at",
-        type=argument(_place),
-        metavar="LAT,LON",
-        help="degrees north and east (default: 40,-75); with a minus sign: --host-at=-33.9,18.4",
-    )
-    add(
-        "--host-path",
-        type=Path,
-        metavar="FILE",
-        help="track of a moving host: lines of `seconds latitude longitude`, seconds of the satellites' clock from now",
-    )
-    add(
-        "--mask",
+    setting("--replicas", "replicas", type=int, metavar="K", help="copies of every chunk (default: 1)")
+    setting(
+        "--time-scale",
+        "time_scale",
         type=float,
-        default=25.0,
-        metavar="DEG",
-        help="lowest elevation at which a satellite is in sight (default: 25)",
+        metavar="X",
+        help="speed of the satellites' clock: 0 stands still (default), 1 is real time, 60 is an hour per minute",
     )
-    add(
-        "--gateway",
-        choices=("nearest", "climbing"),
-        help="which satellite in sight: the nearest, or the nearest that flies the same way as the box (climbing, "
-        "default)",
-    )
-
-
-def _add_auth(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    setting(
         "--auth",
+        "auth",
         choices=("off", "on", "answers", "every"),
         help="MACs on commands alone (on), on commands with the payloads of writes and all answers to clients except "
         "data (answers, default, with new keys), on every packet (every), or none (off)",
-    )
-    parser.add_argument(
-        "--keys", type=Path, metavar="FILE", help="key file from `skymemory keys new` (default: new keys)"
     )
 
 
@@ -262,14 +177,6 @@ def _base_port(text: str) -> int | None:
     if not text.isdecimal():
         raise InvalidInput(f"{text!r} is not a port: expected a number such as 26000, or auto")
     return parse_whole(text)
-
-
-def _place(text: str) -> tuple[float, float]:
-    try:
-        latitude_deg, longitude_deg = (float(word) for word in text.split(","))
-    except ValueError as error:
-        raise InvalidInput(f"{text!r}: expected LATITUDE,LONGITUDE in degrees such as 40,-75") from error
-    return latitude_deg, longitude_deg
 
 
 def _satellite(text: str) -> SatelliteId:
@@ -329,14 +236,16 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.flight import kinds_for
     from skymemory.testbed.plan import DEFAULT_BASE_PORT, DEFAULT_HOSTS, local_hosts
+    from skymemory.testbed.settings import read_sky_settings
     from skymemory.testbed.supervisor import start, start_on_free_ports
 
-    preset = _preset_of(args)
+    settings = read_settings(args, read_sky_settings)
+    preset = settings.preset()
     torus = preset.torus
     hosts = min(DEFAULT_HOSTS, torus.planes) if args.hosts is None else args.hosts
 
     def plan_at(ports: int | Ports) -> ConstellationPlan:
-        return _plan_of(args, local_hosts(preset, hosts, ports))
+        return settings.plan(preset, local_hosts(preset, hosts, ports), *_auth_of(args, settings))
 
     # Before any process is started: this computer may be too slow for the moves of a clock this fast.
     check_time_scale(plan_at(args.base_port or DEFAULT_BASE_PORT))
@@ -501,6 +410,7 @@ def _revive(args: argparse.Namespace) -> int:
 def _write_plan(args: argparse.Namespace) -> int:
     from skymemory.testbed.plan import remote_hosts
     from skymemory.testbed.plan_file import save_plan
+    from skymemory.testbed.settings import read_sky_settings
 
     addresses = []
     for text in args.host:
@@ -511,7 +421,9 @@ def _write_plan(args: argparse.Namespace) -> int:
                 f"host {text!r}: expected an address and a port such as 10.0.0.1:26000 or [fd00::1]:26000"
             )
         addresses.append((ip, parse_whole(port)))
-    plan = _plan_of(args, remote_hosts(_preset_of(args), addresses))
+    settings = read_settings(args, read_sky_settings)
+    preset = settings.preset()
+    plan = settings.plan(preset, remote_hosts(preset, addresses), *_auth_of(args, settings))
     _check_plan(plan, args.insecure)
     save_plan(plan, args.out)
     _print_how_to_share(plan, args.out, args.insecure)
@@ -571,7 +483,7 @@ def _fragments(plan: ConstellationPlan) -> str:
         return ""
     return (
         f"a chunk takes a datagram of {needed_bytes} bytes, and the network carries {min(sizes)} whole: of several "
-        "fragments one that is lost or late costs all; set its MTU higher, or make a plan with `--chunk 1280`"
+        "fragments one that is lost or late costs all; set its MTU higher, or make a plan with `chunk = 1280`"
     )
 
 
@@ -620,114 +532,29 @@ def _run_satellite(args: argparse.Namespace) -> int:
     return 0
 
 
-# From options to a plan.
+# From settings to a plan.
 
 
-def _preset_of(args: argparse.Namespace) -> Preset:
-    from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
-    from skymemory.testbed.element_files import flown_shell
-
-    if args.tle is None:
-        if args.shell is not None or args.skip_bad:
-            raise InvalidInput("--shell and --skip-bad are about the file of --tle: give it, or leave them out")
-        return preset_named(DEFAULT_PRESET if args.preset is None else args.preset)
-    if args.preset is not None or args.shell is None:
-        raise InvalidInput("--tle: expected --shell N with it (`skymemory shells FILE` lists them), and no --preset")
-    if not hasattr(args, "flown"):
-        args.flown = flown_shell(args.tle, args.shell, args.skip_bad)
-    preset: Preset = args.flown
-    return preset
-
-
-def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
-    from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
-
-    # The sweep has two uses: periodic eviction, and the repair of lost replicas.
-    if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
-        raise InvalidInput(
-            f"--sweep has no effect with --eviction {args.eviction} and --replicas 1: add periodic, or leave it out"
-        )
-    return make_plan(
-        _preset_of(args),
-        hosts=hosts,
-        servers=args.servers,
-        strategy=args.strategy,
-        replicas=args.replicas,
-        access=args.access,
-        chunk_bytes=args.chunk,
-        delay_scale=args.delay,
-        memory_per_satellite_bytes=args.memory_per_satellite,
-        # The satellites' clock begins now.
-        epoch_s=float(round(time.time())),
-        time_scale=args.time_scale,
-        memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
-        ground=_ground_of(args),
-        links=_links_of(args.links),
-        faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
-        **_auth_of(args),
-    )
-
-
-def _links_of(path: Path | None) -> Links | None:
-    from skymemory.constellation.links import Links
-
-    return None if path is None else Links.read(read_toml(path), str(path))
-
-
-def _ground_of(args: argparse.Namespace) -> Ground:
-    from skymemory.constellation.ground_track import parse_waypoints
-    from skymemory.testbed.plan import Ground
-
-    _check_has_an_orbit(args)
-    waypoints: tuple[Waypoint, ...] = ()
-    if args.host_path is not None:
-        try:
-            lines = read_text(args.host_path, MAX_TABLE_BYTES).splitlines()
-        except OSError as error:
-            raise InvalidInput(cannot_read(args.host_path, error)) from error
-        waypoints = parse_waypoints(lines, str(args.host_path))
-    latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
-    gateway = args.gateway or _preset_of(args).gateway
-    return Ground(latitude_deg, longitude_deg, mask_deg=args.mask, gateway=gateway, waypoints=waypoints)
-
-
-def _check_has_an_orbit(args: argparse.Namespace) -> None:
-    """Refuse ground options for presets with a fixed box, and --host-at with --host-path."""
-    from skymemory.constellation.presets import PRESETS
-
-    if args.host_at is not None and args.host_path is not None:
-        raise InvalidInput("--host-at with --host-path: leave one of them out")
-    preset = _preset_of(args)
-    if preset.fixed_centre is None:
-        return
-    for option, value in (("--host-at", args.host_at), ("--host-path", args.host_path), ("--gateway", args.gateway)):
-        if value is not None:
-            real = ", ".join(name for name, preset in PRESETS.items() if preset.fixed_centre is None)
-            raise InvalidInput(
-                f"{option} has no effect with --preset {preset.name}, whose box is fixed: "
-                f"leave it out, or use --preset {real}"
-            )
-
-
-def _auth_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return ``auth`` and ``keys_file``; new keys go into the run directory, or next to a written plan."""
+def _auth_of(args: argparse.Namespace, settings: SkySettings) -> tuple[str, str]:
+    """Return ``auth`` and the key file; new keys go into the run directory, or next to a written plan."""
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.plan import DEFAULT_AUTH
 
-    # Order of precedence: --auth, then --keys (which imply MACs), then --insecure (which implies none).
-    insecure = getattr(args, "insecure", False) and args.keys is None
-    auth = args.auth or ("off" if insecure else DEFAULT_AUTH)
+    # Order of precedence: `auth`, then `keys` (which imply MACs), then --insecure (which implies none).
+    keys = settings.keys
+    insecure = getattr(args, "insecure", False) and keys is None
+    auth = settings.auth or ("off" if insecure else DEFAULT_AUTH)
     if auth == "off":
-        if args.keys is not None:
-            raise InvalidInput("--keys with --auth off: leave one of them out")
-        return {}
-    if args.keys is not None:
-        read_keys(args.keys)
-        return {"auth": auth, "keys_file": str(args.keys.absolute())}
+        if keys is not None:
+            raise InvalidInput("`keys` with auth 'off': leave one of them out")
+        return auth, ""
+    if keys is not None:
+        read_keys(keys)
+        return auth, str(keys.absolute())
     # Next to the plan: both are copied to the other computers together.
     if args.action == "plan":
-        keys_path = args.out.absolute().with_suffix(".keys")
+        keys_path: Path = args.out.absolute().with_suffix(".keys")
         if keys_path == args.out.absolute():
             raise InvalidInput(f"--out {args.out}: the plan's keys need this name; choose another for the plan")
-        return {"auth": auth, "keys_file": str(keys_path)}
-    return {"auth": auth, "keys_file": str(_directory(args).keys_path)}
+        return auth, str(keys_path)
+    return auth, str(_directory(args).keys_path)

@@ -43,7 +43,6 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--store", metavar="ADDRESS", help="store to try (default: memory of this process; of vLLM, as its log says)")
     add("--block-tokens", type=int, default=128, metavar="N", help="tokens of a block (default: 128)")
-    add("--codec", default="raw", help=argparse.SUPPRESS)
     add("--save", type=Path, metavar="FILE", help="write the cache context, for --compare on another computer")
     add("--compare", type=Path, metavar="FILE", help="compare with a context that --save wrote on another computer")
     add(
@@ -90,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
             shipped_document(),
             other,
             block_tokens=args.block_tokens,
-            codec=args.codec,
         )
     if args.save is not None and result.context:
         args.save.write_text(json.dumps(result.context, indent=1) + "\n", encoding="utf-8")

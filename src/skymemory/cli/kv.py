@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 from skymemory.cli._options import add_json, add_run_dir, argument, duration
-from skymemory.cli.constellation import ACCESS_CHOICES
 from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError, cannot_read, quoted
 from skymemory.files import read_bounded, write_output
 from skymemory.text import write_line
@@ -70,15 +69,10 @@ def add_parser(subparsers: Subparsers) -> None:
         verb.add_argument(
             "--store",
             metavar="ADDRESS",
-            help="a store (default: this user's constellation), such as "
-            "tiers:///etc/skymemory/tiers.toml, disk:///directory?budget=1GiB or redis://host",
+            help="a store (default: this user's constellation), such as tiers:///etc/skymemory/tiers.toml, "
+            "redis://host, disk:///directory?budget=1GiB or constellation:///run/dir?access=gateway&index=no",
         )
-        add_run_dir(verb)
         add_json(verb)
-        verb.add_argument("--access", choices=ACCESS_CHOICES, help="how to reach the satellites (default: the plan's)")
-        verb.add_argument(
-            "--no-index", action="store_true", help="ask the satellites, not the local index, as after its loss"
-        )
     for verb in (put, get):
         verb.add_argument(
             "--seal", type=Path, metavar="FILE", help="the tenant's key file, to encrypt and decrypt the value"
@@ -121,11 +115,7 @@ def _open(args: argparse.Namespace) -> Store:
     from skymemory.testbed.open_store import open_store
 
     if args.store is None:
-        return open_constellation(args.run_dir, use_index=not args.no_index, access=args.access)
-    if args.run_dir is not None or args.no_index or args.access is not None:
-        raise InvalidInput(
-            "--run-dir, --access and --no-index do not go with --store: write them in its address, as in constellation:///run/dir?index=no&access=gateway"
-        )
+        return open_constellation()
     store = open_store(args.store)
     # Checked at the innermost store: wrappers (quota, rate limit) have these methods even if it lacks them.
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import skymemory
 from skymemory.cli._interrupts import interruptible_imports
+from skymemory.cli._moved import moved_hint
 from skymemory.cli._options import argument, os_error
 from skymemory.cli._output import (
     OutputLost,
@@ -128,6 +129,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            if hint := moved_hint(self.prog.removeprefix("skymemory "), unknown):
+                raise InvalidInput(f"{self.prog.removeprefix('skymemory ')}: {hint}")
             word = unknown[0].partition("=")[0]
             options = [option for action in self._actions for option in action.option_strings]
             guess = suggestion(word, options) if word.startswith("--") else ""

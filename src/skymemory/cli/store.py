@@ -6,18 +6,39 @@ import argparse
 import signal
 import socket
 import ssl
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.addresses import ListenAddress
-from skymemory.cli._options import duration, size
+from skymemory.cli._options import add_rare_settings, size
+from skymemory.config import duration, setting, whole_number
+from skymemory.config import size as size_of
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen, cannot_read, os_reason
 from skymemory.files import read_bounded
 from skymemory.text import write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSettings:
+    connections: int = setting("connections", whole_number, 1024, "limit of open connections")
+    in_flight_bytes: int = setting("in_flight", size_of, 256 << 20, "bytes of values being sent and received")
+    held_bytes: int = setting(
+        "hold", size_of, 256 << 20, "memory for values that EXISTS has announced, of stores that lease nothing"
+    )
+    stall_s: float = setting(
+        "stall",
+        duration,
+        30.0,
+        "how long a client may stall in the middle of a value, and for all of it at 64 KiB/s",
+    )
+
+    def __post_init__(self) -> None:
+        if self.connections < 1:
+            raise InvalidInput(f"connections: {self.connections}: expected 1 or more")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -44,29 +65,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--password-file", type=Path, metavar="FILE", help="a file with the password that AUTH asks for")
     add("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM) for tcp addresses")
     add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
-    add("--connections", type=int, default=1024, metavar="N", help="limit of open connections (default: 1024)")
     add(
-        "--in-flight",
+        "--largest",
         type=size,
-        default=256 << 20,
         metavar="SIZE",
-        help="bytes of values being sent and received (default: 256MiB)",
+        help="limit of a value, at most that of `in_flight` (default: 256MiB)",
     )
-    add(
-        "--hold",
-        type=size,
-        default=256 << 20,
-        metavar="SIZE",
-        help="memory for values that EXISTS has announced, of stores that lease nothing (default: 256MiB)",
-    )
-    add("--largest", type=size, metavar="SIZE", help="limit of a value, at most that of --in-flight (default: 256MiB)")
-    add(
-        "--stall",
-        type=duration,
-        default=30.0,
-        metavar="TIME",
-        help="how long a client may stall in the middle of a value, and for all of it at 64 KiB/s (default: 30s)",
-    )
+    add_rare_settings(serve, DaemonSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,16 +93,20 @@ def run(args: argparse.Namespace) -> int:
                 f"--listen {address} is reachable from other computers: it needs --password-file, --tls-cert "
                 "and --tls-key"
             )
-    if args.connections < 1:
-        raise InvalidInput(f"--connections {args.connections}: expected 1 or more")
-    largest = args.largest if args.largest is not None else min(256 << 20, args.in_flight)
-    if not 0 < largest <= args.in_flight:
-        raise InvalidInput(f"--largest {largest}: expected above 0 and at most --in-flight, {args.in_flight} bytes")
+    settings: DaemonSettings = args.settings
+    most_bytes = settings.in_flight_bytes
+    largest = args.largest if args.largest is not None else min(256 << 20, most_bytes)
+    if not 0 < largest <= most_bytes:
+        raise InvalidInput(f"--largest {largest}: expected above 0 and at most `in_flight`, {most_bytes} bytes")
     with open_store(args.address) as store:
         commands = Commands(
-            store, password=password, in_flight_bytes=args.in_flight, held_bytes=args.hold, wait_s=args.stall
+            store,
+            password=password,
+            in_flight_bytes=most_bytes,
+            held_bytes=settings.held_bytes,
+            wait_s=settings.stall_s,
         )
-        daemon = Daemon(commands, ServerLimits(args.connections, largest, args.stall), tls)
+        daemon = Daemon(commands, ServerLimits(settings.connections, largest, settings.stall_s), tls)
         listeners: list[tuple[ListenAddress, socket.socket]] = []
         try:
             for address in addresses:

@@ -283,6 +283,9 @@ class CellGrid:
     rows: int
     columns: int
 
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}"
+
     @property
     def torus(self) -> Torus:
         return Torus(self.rows, self.columns)

@@ -130,7 +130,7 @@ def read_elements(text: str, *, skip_bad: bool = False) -> ElementFile:
 
 
 def _refuse(reason: str) -> None:
-    raise InvalidInput(f"{reason} (or skip bad records: --skip-bad)")
+    raise InvalidInput(f"{reason} (or leave bad records out: --skip-bad, in a file skip_bad = true)")
 
 
 def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[ElementSet]:

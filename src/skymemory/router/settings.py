@@ -17,6 +17,8 @@ from skymemory.conductor.cost_model import PRESETS, CostModel
 from skymemory.config import (
     duration,
     filled,
+    one_of,
+    overlaid,
     path,
     setting,
     share,
@@ -59,24 +61,6 @@ def address(value: object) -> str:
             f"{quoted(value)} is not the address of a server: expected one such as http://127.0.0.1:8001"
         )
     return url
-
-
-def role_word(value: object) -> str:
-    return _one_of(ROLES, value)
-
-
-def unknown_paths_word(value: object) -> str:
-    return _one_of((BY_LOAD, REFUSE, ""), value)
-
-
-def handover_word(value: object) -> str:
-    return _one_of(HANDOVERS, value)
-
-
-def _one_of(words: tuple[str, ...], value: object) -> str:
-    if value not in words:
-        raise InvalidInput(f"{value!r}: expected one of {', '.join(words)}")
-    return text(value)
 
 
 def _check_origin(origin: str) -> None:
@@ -176,7 +160,7 @@ class Backend:
     )
     role: str = setting(
         "role",
-        role_word,
+        one_of(*ROLES),
         BOTH,
         "both; or prefill, or decode: requests are prefilled at one and answered by another",
     )
@@ -355,7 +339,7 @@ class Retries:
 class Disaggregation:
     handover: str = setting(
         "handover",
-        handover_word,
+        one_of(*HANDOVERS),
         AFTER,
         "when the decode server is asked: after the prefill; overlap: at the same time, for engines that fetch values "
         "while they are computed (our connector)",
@@ -472,7 +456,7 @@ class Settings:
     drain_s: float = setting("drain", duration, 30.0, "for requests to end, when the router stops")
     unknown_paths: str = setting(
         "unknown_paths",
-        unknown_paths_word,
+        one_of(BY_LOAD, REFUSE, ""),
         "",
         "requests of paths that it does not know: load (to the server with the least load) or refuse (404). Default: "
         "refuse at `route`, load at `epp`, which a gateway asks about paths that it has let in",
@@ -534,7 +518,7 @@ class Settings:
         if not (self.admission.ttft_s and self.admission.tbt_s):
             raise InvalidInput(
                 "backends: elastic: set the objectives, which say how much load a pool can take: admission: ttft "
-                "(--ttft) and tbt (--tbt)"
+                "and tbt"
             )
         if self.replicas.redis:
             raise InvalidInput("backends: elastic: one router decides on the roles; leave out `replicas`")
@@ -570,7 +554,7 @@ def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> 
     table: dict[str, Any] = {} if file is None else read_toml(file)
     where = "the flags" if file is None else str(file)
     try:
-        return settings_from(_over(table, flags or {}))
+        return settings_from(overlaid(table, flags or {}))
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
 
@@ -597,14 +581,6 @@ def _table(value: object, name: str) -> Mapping[str, Any]:
 
 def _backend(value: object) -> Mapping[str, Any]:
     return {"url": value} if isinstance(value, str) else _table(value, "backends")
-
-
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        previous = merged.get(key)
-        merged[key] = _over(previous, value) if isinstance(value, Mapping) and isinstance(previous, Mapping) else value
-    return merged
 
 
 def read_cost(file: Path) -> CostModel:

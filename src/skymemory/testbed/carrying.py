@@ -89,5 +89,5 @@ def check_time_scale(plan: ConstellationPlan) -> None:
         raise InvalidInput(
             f"time scale {plan.time_scale:g}: moves with half-full memories of {memory} exceed the {count:g} "
             f"processors here; use --time-scale {math.floor(SHARE * most / step) * step:g} or less, or "
-            "a smaller --memory-per-satellite"
+            "smaller memories (`memory_per_satellite`)"
         )

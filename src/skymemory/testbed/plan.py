@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from skymemory.config import integer, setting, share
 from skymemory.constellation.ground_track import Place, Track, Trajectory, Waypoint, track_over
 from skymemory.constellation.links import Links
 from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, FlownShell, Preset, preset_named
@@ -232,16 +233,16 @@ class HostShare:
 class Faults:
     """Shares (0 to 1) of received packets with injected faults, seeded."""
 
-    loss: float = 0.0
-    duplicate: float = 0.0
-    reorder: float = 0.0
-    corrupt: float = 0.0
-    seed: int = 0
+    loss: float = setting("loss", share, 0.0, "packets dropped, as a share such as `1%`")
+    duplicate: float = setting("duplicate", share, 0.0, "packets sent twice")
+    reorder: float = setting("reorder", share, 0.0, "packets delayed behind later ones")
+    corrupt: float = setting("corrupt", share, 0.0, "packets with a flipped bit")
+    seed: int = setting("seed", integer, 0, "seed of the faults")
 
     def __post_init__(self) -> None:
         for name in ("loss", "duplicate", "reorder", "corrupt"):
-            share = getattr(self, name)
-            _require(0.0 <= share <= 1.0, f"fault {name} {share}: expected a share from 0 to 1")
+            value = getattr(self, name)
+            _require(0.0 <= value <= 1.0, f"fault {name} {value}: expected a share from 0 to 1")
         _require(0 <= self.seed < 2**63, f"fault seed {self.seed}: expected 0 to 2^63 - 1")
 
     @property

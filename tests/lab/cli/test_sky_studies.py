@@ -11,13 +11,13 @@ import pytest
 from skymemory.cli.main import main
 
 OPTIMISE = ["optimise", "--preset", "kuiper-a", "--access", "gateway", "--servers", "4"]
-BREAKEVEN = ["breakeven", "--preset", "kuiper-a", "--tokens", "512", "--rate", "1G"]
+BREAKEVEN = ["breakeven", "--preset", "kuiper-a", "--tokens", "512"]
 
 
 def test_optimise_prints_the_choice_with_its_bound_and_writes_the_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*OPTIMISE, "--json", "--csv", str(tmp_path / "curves.csv")]) == 0
+    assert main([*OPTIMISE, "--json", "--out", str(tmp_path / "curves.csv")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"]["of_bound"] >= 1 and found["chosen"]["bound_s"] <= found["chosen"]["seconds"]
     with (tmp_path / "curves.csv").open() as stream:
@@ -28,17 +28,21 @@ def test_optimise_prints_the_choice_with_its_bound_and_writes_the_curves(
 
 @pytest.mark.slow
 def test_both_print_tables_and_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*OPTIMISE, "--figure", str(tmp_path / "o.svg")]) == 0
+    assert main([*OPTIMISE, "--out", str(tmp_path / "o.svg")]) == 0
     out = capsys.readouterr().out
     assert "chosen  gateway" in out and "× the bound of" in out and "second " in out and "→ 4" in out
-    assert main([*BREAKEVEN, "--figure", str(tmp_path / "b.png"), "--access", "onboard"]) == 0
+    (tmp_path / "even.toml").write_text('rates = ["1Gbit"]')
+    words = ["--settings", str(tmp_path / "even.toml"), "--out", str(tmp_path / "b.png")]
+    assert main([*BREAKEVEN, *words, "--access", "onboard"]) == 0
     assert "512 tokens: tokens/s down" in capsys.readouterr().out
     assert (tmp_path / "o.svg").stat().st_size > 10_000 and (tmp_path / "b.png").stat().st_size > 10_000
 
 
 @pytest.mark.brief()
 def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BREAKEVEN, "--json", "--csv", str(tmp_path / "cells.csv")]) == 0
+    (tmp_path / "even.toml").write_text('rates = ["1Gbit"]')
+    words = ["--settings", str(tmp_path / "even.toml"), "--out", str(tmp_path / "cells.csv")]
+    assert main([*BREAKEVEN, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert all(cell["load_bound_s"] <= cell["load_s"] for cell in found["cells"] + found["engines"])
     assert {cell["rate_bit_s"] for cell in found["cells"]} == {1e9}
@@ -58,14 +62,15 @@ def test_a_model_on_board_is_shown_with_its_energy(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optimise", "--up", "0"], "'0': expected bits per second, more than 0"),
-        (["optimise", "--down", "-1G"], "--down"),
+        (["optimise", "--settings", "up = 0"], "up: 0: expected a rate above 0"),
+        (["optimise", "--settings", "down = '-1Gbit'"], "down: '-1Gbit' is not a rate"),
         (["optimise", "--value", "0"], "a value of 0 bytes"),
         (["optimise", "--servers", "99999"], "99999 servers on 72 planes"),
-        (["optimise", "--preset", "kuiper-b", "--lat", "80"], "no satellite of kuiper-b is in sight of 80"),
+        (["optimise", "--preset", "kuiper-b", "--settings", "lat = 80"], "no satellite of kuiper-b is in sight of 80"),
         (["optimise", "--access", "radio"], "access 'radio'"),
-        (["optimise", "--figure", "x.txt"], "expected the suffix"),
-        (["breakeven", "--rate", "none"], "expected bits per second"),
+        (["optimise", "--out", "x.txt"], "expected the suffix"),
+        (["optimise", "--out", "x.csv", "--out", "y.csv"], "expected at most one .csv file"),
+        (["breakeven", "--settings", "rates = ['none']"], "expected a list of rates"),
         (["breakeven", "--tokens", "0"], "0 tokens: expected more than 0"),
         (["breakeven", "--servers", "0"], "0 servers on 72 planes"),
         (["breakeven", "--access", "onboard", "--board", "300"], "a host on the ground"),
@@ -73,7 +78,12 @@ def test_a_model_on_board_is_shown_with_its_energy(capsys: pytest.CaptureFixture
         (["breakeven", "--preset", "starlink-c"], "unknown constellation preset"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if "--settings" in words:
+        (tmp_path / "study.toml").write_text(words[-1])
+        words = [*words[:-1], str(tmp_path / "study.toml")]
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1

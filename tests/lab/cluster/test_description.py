@@ -103,7 +103,7 @@ def test_the_router_s_file_names_roles_only_where_there_are_some() -> None:
         ({"instances": [BOTH], "stor": SERVED}, "did you mean 'store'"),
         ({"instances": [BOTH], "store": "memory"}, "expected a table, [store]"),
         ({"instances": [{"rôle": "both"}]}, "instances, number 1: rôle: unknown setting; did you mean 'role'"),
-        ({"instances": [{"role": "decoder"}]}, "expected one of prefill, decode, both"),
+        ({"instances": [{"role": "decoder"}]}, "did you mean 'decode'"),
         ({"instances": [{"engine": "sglang"}]}, "expected one of skymemory, vllm"),
         ({"instances": [{"count": 0}]}, "expected 1 to 64"),
         ({"instances": [{"count": 65}]}, "expected 1 to 64"),
@@ -149,17 +149,19 @@ def test_what_ray_sets_aside_is_named_as_ray_names_it() -> None:
     assert actor_options(plain)["num_cpus"] == 1.0 and "num_gpus" not in actor_options(plain)
 
 
-def test_on_ray_a_store_of_this_computer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_ray_a_store_of_this_computer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, run = tmp_path / "c.toml", tmp_path / "run"
     on_ray = ["--run-dir", str(run), "--on", "ray"]
     for store in ('address = "unix:///s"', "constellation = []"):
         file.write_text(f"[[instances]]\nengine = 'vllm'\n[store]\n{store}", "utf-8")
         assert main(["cluster", "up", str(file), *on_ray]) == 2
         assert "on Ray expected" in capsys.readouterr().err
-    assert main(["cluster", "up", str(file), *on_ray, "--address", "ray://head:10001"]) == 2
-    assert main(["cluster", "up", str(file), "--run-dir", str(run), "--address", "head:6379"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert "such as 10.0.0.1:6379" in errors[0] and "with --on ray" in errors[1]
+    with monkeypatch.context() as patched:
+        patched.setenv("RAY_ADDRESS", "ray://head:10001")
+        assert main(["cluster", "up", str(file), *on_ray]) == 2
+    assert "such as 10.0.0.1:6379" in capsys.readouterr().err
     file.write_text("[[instances]]\nengine = 'vllm'", "utf-8")
     if not has_ray():
         assert main(["cluster", "up", str(file), *on_ray]) == 1

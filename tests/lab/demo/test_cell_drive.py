@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+from tests.settings_file import settings_file
 
 from skymemory.cli.main import main
 from skymemory.constellation.ground_track import CellGrid, parse_grid
@@ -65,19 +66,21 @@ def test_numbers_that_are_none_are_refused_and_not_driven_by(number: str) -> Non
 def test_a_value_that_no_computer_has_memory_for_is_refused_before_it_is_drawn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["demo", "cells", "--value", "10GiB"]) == 2
+    with settings_file('value = "10GiB"') as words:
+        assert main(["demo", "cells", *words]) == 2
     assert "at most 268435456 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.brief()
 def test_the_demo_reports_both_drives(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["demo", "cells", "--grid", "12x12", "--value", "30KB", "--legs", "1", "--speed-kmh", "100"]
-    assert main(options) == 0
-    text = capsys.readouterr().out
-    assert "follows the user" in text and "borders crossed" in text and "0 wrong" in text
-    assert main([*options, "--json"]) == 0
+    with settings_file('grid = "12x12"\nvalue = "30KB"\nlegs = 1\nspeed_kmh = 100') as words:
+        assert main(["demo", "cells", *words]) == 0
+        text = capsys.readouterr().out
+        assert "follows the user" in text and "borders crossed" in text and "0 wrong" in text
+        assert main(["demo", "cells", *words, "--json"]) == 0
     said = capsys.readouterr()
     facts = json.loads(said.out)
     assert [drive["strategy"] for drive in facts["drives"]] == ["rotation_hop", "hop"]
     assert all(drive["hits"] == drive["reads"] for drive in facts["drives"]) and "base stations" in said.err
-    assert main(["demo", "cells", "--grid", "4x4"]) == 2
+    with settings_file('grid = "4x4"') as words:
+        assert main(["demo", "cells", *words]) == 2

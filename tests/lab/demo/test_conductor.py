@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.settings_file import settings_file
 
 from skymemory.cli.main import main
 from skymemory.conductor.cost_fit import dump
@@ -53,10 +54,12 @@ def test_elastic_pools_have_a_bar_for_each_machine_in_both_roles() -> None:
 
 def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["demo", "conductor", "--rate", "0"]) == 2
-    assert main(["demo", "conductor", "--trace", str(tmp_path / "none.jsonl")]) == 2
+    with settings_file(f"trace = '{tmp_path / 'none.jsonl'}'") as words:
+        assert main(["demo", "conductor", *words]) == 2
     assert "cannot read" in capsys.readouterr().err
-    assert main(["demo", "conductor", "--pools", "both"]) == 2
-    assert "argument --pools: there is no 'both'; expected one of fixed, elastic" in capsys.readouterr().err
+    with settings_file("pools = 'both'") as words:
+        assert main(["demo", "conductor", *words]) == 2
+    assert "pools: 'both': expected one of fixed, elastic" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -69,7 +72,8 @@ def test_orders_the_schedulers_as_published(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_elastic_pools_say_how_often_machines_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "conductor", "--quick", "--no-play", "--json", "--pools", "elastic"]) == 0
+    with settings_file("pools = 'elastic'") as words:
+        assert main(["demo", "conductor", "--quick", "--no-play", "--json", *words]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out)
     assert report["pools"] == "elastic"

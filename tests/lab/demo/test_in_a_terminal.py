@@ -23,7 +23,7 @@ def case(words: str, head: str, end: str, *marks: pytest.MarkDecorator, rows: tu
 
 
 DEMOS = [
-    case("demo cells --grid 12x12 --legs 1", "", "borders crossed"),
+    case("demo cells --settings cells.toml", "", "borders crossed"),
     case("demo motion --seconds 6", "n a server", "done; the constellation is down again", pytest.mark.slow),
     case("demo conductor --quick", "scheduler        in line", "from where", pytest.mark.slow),
     case("demo cake --quick --tokens 2560", "compute █", "every way the same next token", *ENGINE),
@@ -55,6 +55,9 @@ def words_of(terminal: Terminal) -> str:
 def test_a_demo_fits_the_terminal(
     tmp_path: Path, words: list[str], head: str, end: str, rows_at_end: tuple[str, ...], columns: int, rows: int
 ) -> None:
+    cells = tmp_path / "cells.toml"
+    cells.write_text('grid = "12x12"\nlegs = 1\n')
+    words = [str(cells) if word == cells.name else word for word in words]
     terminal = Terminal([*COMMAND, *words], columns, rows, TMPDIR=str(tmp_path), **ONE_THREAD)
     assert terminal.finish(280) == 0, terminal.text
     terminal.check()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.lab.door import Door
 from tests.lab.odd_server import odd_server
+from tests.settings_file import settings_file
 
 from skymemory.cli.main import main
 
@@ -38,14 +39,16 @@ def reported(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.brief("how2")
-@pytest.mark.parametrize("how", [("--api", "completions"), ("--api", "chat"), ("--prompt-unit", "ids")])
+@pytest.mark.brief("ids")
+@pytest.mark.parametrize("how", ["completions", "chat", "ids"])
 def test_the_report_agrees_with_the_engines_own_counts(
-    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: tuple[str, ...]
+    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     url, out = f"http://127.0.0.1:{door.port}/v1", tmp_path / "out.jsonl"
     words = (str(a_trace(tmp_path, 6)), "--url", url, "--metrics", f"http://127.0.0.1:{door.port}", "--out", str(out))
-    code, report = reported(capsys, *words, "--scale-lengths", "0.1", "--max-tokens", "3", "--concurrency", "1", *how)
+    words += ("--prompt-unit", "ids") if how == "ids" else ()
+    with settings_file(f"concurrency = 1\napi = '{'completions' if how == 'ids' else how}'") as more:
+        code, report = reported(capsys, *words, "--scale-lengths", "0.1", "--max-tokens", "3", *more)
     assert code == 0 and report["completed"] == report["asked"] == 6 and not report["faults"]
     counted = report["engines"]
     assert counted["requests"] == 6
@@ -54,7 +57,7 @@ def test_the_report_agrees_with_the_engines_own_counts(
     assert counted["output_tokens"] == report["output_tokens"] == 18
     # Every prompt but the first begins with one that was there before; blocks of 16 tokens cut a little off.
     assert report["reusable"] - 0.1 < report["hit_ratio"] <= report["reusable"] + 0.02
-    assert abs(report["length_errors"]["mean"]) < (0.001 if "ids" in how else 0.08)
+    assert abs(report["length_errors"]["mean"]) < (0.001 if how == "ids" else 0.08)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(line["number"] for line in lines) == list(range(6))
     assert sum(line["cached_tokens"] for line in lines) == report["cached_tokens"]
@@ -62,8 +65,9 @@ def test_the_report_agrees_with_the_engines_own_counts(
 
 def test_the_generator_and_characters_and_a_table_for_people(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--workload", "tenants", "--requests", "3", "--rate", "50", "--scale-lengths", "0.15", "--max-tokens", "2")
-    url = ("--url", f"http://127.0.0.1:{door.port}", "--prompt-unit", "characters", "--ttft-slo", "20s")
-    assert main(["replay", *words, *url]) == 0
+    url = ("--url", f"http://127.0.0.1:{door.port}", "--prompt-unit", "characters")
+    with settings_file("ttft_slo = '20s'") as more:
+        assert main(["replay", *words, *url, *more]) == 0
     said = capsys.readouterr().out
     assert "3 requests due within" in said and "answers of 2 tokens on average" in said
     assert "3 requests in" in said and "3 completed, 0 refused, 0 failed" in said
@@ -89,8 +93,8 @@ def test_each_fault_of_a_server_is_a_clear_line(
     with odd_server(how) as server:
         words = ("--url", server.url, "--scale-lengths", "0.05", "--max-tokens", "2")
         # Long enough for the first token of an answer that stalls behind it, on a busy computer too.
-        words += ("--patience", {"hangs": "0.4s", "stalls": "3s"}.get(how, "60s"))
-        code, report = reported(capsys, str(a_trace(tmp_path, 2)), *words)
+        with settings_file(f"patience = '{ {'hangs': '0.4s', 'stalls': '3s'}.get(how, '60s') }'") as more:
+            code, report = reported(capsys, str(a_trace(tmp_path, 2)), *words, *more)
     assert code == 1 and report["completed"] == 0
     assert report["refused" if how == "refuses" else "failed"] == 2
     (fault,) = report["faults"]
@@ -125,8 +129,9 @@ def test_requests_are_sent_when_due_whatever_became_of_those_before(
 ) -> None:
     """Four of them 100 ms apart at twice the rate, to a server that never answers: all are out before one ends."""
     with odd_server("hangs") as server:
-        words = ("--url", server.url, "--scale-lengths", "0.05", "--patience", "5s", "--rate", "2")
-        code, report = reported(capsys, str(a_trace(tmp_path, 4, 100)), *words)
+        words = ("--url", server.url, "--scale-lengths", "0.05", "--rate", "2")
+        with settings_file("patience = 5") as more:
+            code, report = reported(capsys, str(a_trace(tmp_path, 4, 100)), *words, *more)
     assert code == 1 and report["failed"] == 4
     assert report["seconds"] < 2 * 5.0, "none waits for the end of another"
 
@@ -136,8 +141,9 @@ def test_no_more_are_under_way_than_allowed_and_those_held_up_are_reported(
 ) -> None:
     """Three at once, one allowed, each given up after 0.3 s: the last waits for two."""
     with odd_server("hangs") as server:
-        words = ("--url", server.url, "--scale-lengths", "0.05", "--patience", "0.3s", "--concurrency", "1")
-        _, report = reported(capsys, str(a_trace(tmp_path, 3, 1)), *words)
+        words = ("--url", server.url, "--scale-lengths", "0.05")
+        with settings_file("patience = 0.3\nconcurrency = 1") as more:
+            _, report = reported(capsys, str(a_trace(tmp_path, 3, 1)), *words, *more)
     assert report["failed"] == 3 and report["held_up"] == 2
     assert 0.55 < report["held_up_s"] < report["seconds"]
     assert report["late_s"]["most"] < report["held_up_s"], "what the cap held up is not the client's own lateness"
@@ -148,8 +154,9 @@ def test_a_key_is_sent_and_never_printed(
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
     with odd_server("breaks") as server:
-        words = ("replay", str(a_trace(tmp_path)), "--url", server.url, "--scale-lengths", "0.05", "--api-key-env")
-        assert main([*words, "MY_KEY"]) == 1
+        words = ("replay", str(a_trace(tmp_path)), "--url", server.url, "--scale-lengths", "0.05")
+        with settings_file("api_key_env = 'MY_KEY'") as more:
+            assert main([*words, *more]) == 1
     said = capsys.readouterr()
     assert "sk-secret" not in said.out + said.err
 
@@ -162,17 +169,22 @@ def test_a_key_is_sent_and_never_printed(
         (["--workload", "tenants", "--url", "http://127.0.0.1:1"], "--seconds or --requests"),
         (["t.jsonl", "--url", "http://x", "--rate", "0"], "--rate 0"),
         (
-            ["t.jsonl", "--url", "http://x", "--prompt-unit", "ids", "--api", "chat"],
+            ["t.jsonl", "--url", "http://x", "--prompt-unit", "ids", "--settings", "api = 'chat'"],
             "accepts no token ids",
         ),
-        (["t.jsonl", "--url", "http://x", "--ids", "7-9"], "--ids '7-9'"),
-        (["t.jsonl", "--url", "http://x", "--concurrency", "0"], "--concurrency 0"),
+        (["t.jsonl", "--url", "http://x", "--settings", "ids = [7, 9]"], "ids: [7, 9]: expected a range of at least"),
+        (["t.jsonl", "--url", "http://x", "--settings", "api = 'chats'"], "api: 'chats': did you mean 'chat'?"),
+        (["t.jsonl", "--url", "http://x", "--settings", "patience = 0"], "patience: expected more than 0"),
+        (["t.jsonl", "--url", "http://x", "--settings", "jiter = 3"], "unknown setting; did you mean 'jitter'?"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
     words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [str(a_trace(tmp_path)) if word == "t.jsonl" else word for word in words]
+    if "--settings" in words:
+        (tmp_path / "replay.toml").write_text(words[-1])
+        words[-1] = str(tmp_path / "replay.toml")
     assert main(["replay", *words]) == 2
     said = capsys.readouterr().err
     assert complaint in said and said.count("\n") == 1

@@ -114,7 +114,7 @@ def test_what_the_cap_held_up_is_reported_and_is_not_the_clients_lateness() -> N
     report = report_of([held], 1, SloLimits())
     assert report.client_kept_up and report.held_up == 1
     words = "\n".join(lines_of(report))
-    assert "1 requests were held up by --concurrency, the longest 2 s" in words and "TTFT from due" in words
+    assert "1 requests were held up by `concurrency`, the longest 2 s" in words and "TTFT from due" in words
 
 
 def test_what_was_not_reported_is_unknown_and_not_zero() -> None:

@@ -161,7 +161,7 @@ def test_a_wrong_name_lists_all(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["17"], "Cake: cake-1"),
         (["cake-9"], "mooncake-swings"),
         (["16", "--format", "jpg"], "expected some of png, svg, pdf"),
-        (["16", "--all"], "either names, or --all"),
+        (["16", "all"], "either names, or all"),
     ):
         assert main(["figures", *words, "--out", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err

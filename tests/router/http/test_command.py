@@ -44,7 +44,7 @@ def urls(ports: list[int]) -> list[str]:
 
 
 def test_it_serves_drains_on_sigterm_and_ends_with_0(two_engines: list[int]) -> None:
-    with router(*urls(two_engines), "--strategy", "least-load", "--log-requests") as (process, port):
+    with router(*urls(two_engines), "--strategy", "least-load", settings="log_requests = true") as (process, port):
         whole = opened(port, {**STREAM, "mock": {"events": 2}})
         assert whole.read().endswith(b"[DONE]\n\n")
         running = opened(port, {**STREAM, "mock": {"events": 6, "gap_s": 0.1}})
@@ -59,7 +59,7 @@ def test_it_serves_drains_on_sigterm_and_ends_with_0(two_engines: list[int]) -> 
 
 @pytest.mark.brief()
 def test_what_does_not_end_in_time_is_cut_off(two_engines: list[int]) -> None:
-    with router(*urls(two_engines), "--drain", "300ms") as (process, port):
+    with router(*urls(two_engines), settings='drain = "300ms"') as (process, port):
         running = opened(port, {**STREAM, "mock": {"events": 100, "gap_s": 0.2}})
         running.read1()
         process.send_signal(signal.SIGTERM)

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from tests.router.http.pairs import PROMPT, books_are_closed, engine, sent, start
 from tests.router.running import Running, until
 
-from skymemory.cli.main import build_parser
-from skymemory.cli.route import _flags
 from skymemory.conductor.picker import Fleet, NoServer, Picker, ReportedLoad
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Refusal, Scheduler
@@ -488,14 +486,6 @@ def test_a_strategy_must_estimate_prefills() -> None:
     backends = Backends(Picker(Fleet(), named("least-load")), decode=Picker(Fleet(), named("least-load")))
     with pytest.raises(InvalidInput, match=r"strategy 'least-load' does not estimate .* expected 'least-ttft'"):
         ElasticRoles(pair, backends, named("least-load"))
-
-
-def test_the_flag_makes_the_engines_of_both_roles_elastic() -> None:
-    words = ["--prefill", "http://p:1", "--decode", "http://d:1", "--elastic", "--ttft", "2s", "--tbt", "50ms"]
-    found = settings_from(_flags(build_parser(["route"]).parse_args(["route", *words])))
-    assert [(each.role, each.elastic) for each in found.backends] == [(PREFILL, True), (DECODE, True)]
-    with pytest.raises(InvalidInput, match="--elastic is about the engines of --prefill and --decode"):
-        _flags(build_parser(["route"]).parse_args(["route", "--backend", "http://b:1", "--elastic"]))
 
 
 def test_a_prefill_server_is_moved_to_slow_streams_through_real_sockets(run: Run) -> None:

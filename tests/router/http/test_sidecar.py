@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.http.pairs import PROMPT, bodies, books_are_closed, engine, release, sent
 from tests.router.mock_engine import MockEngine
-from tests.router.processes import Process
 from tests.router.processes import engine as engine_process
+from tests.router.processes import router
 from tests.router.running import Running, until
 
-from skymemory.cli.main import build_parser
-from skymemory.cli.route import _flags
 from skymemory.errors import InvalidInput
 from skymemory.router.http import sidecar
 from skymemory.router.prefillers import PRIVATE, Prefillers, read_host_port
@@ -111,7 +109,7 @@ def test_a_client_that_leaves_ends_both_steps(run: Run) -> None:
 def test_what_is_not_allowed_is_refused_and_not_asked(run: Run, named: str) -> None:
     running = start(run)
     answer = running.complete({HEADER: f"{at(running, 'p0')}, {named}"})
-    assert answer.status == 403 and "--prefillers" in answer.json["error"]["message"]
+    assert answer.status == 403 and "sidecar: prefillers" in answer.json["error"]["message"]
     assert not engine(running, "p0").seen and not engine(running, "d0").seen
     assert running.complete({HEADER: named}).status == 403
 
@@ -215,9 +213,9 @@ def test_what_contradicts_a_sidecar_is_refused(table: dict[str, Any], says: str)
         settings_from({"sidecar": {"engine": "http://a:1"}, **table})
 
 
-def test_flags_make_a_sidecar() -> None:
-    words = ["route", "--sidecar", "http://127.0.0.1:8200", "--prefillers", "10.0.0.0/8, prefill:8000"]
-    settings = settings_from(_flags(build_parser(["route"]).parse_args(words)))
+def test_a_sidecar_s_engine_is_its_backend() -> None:
+    sidecar = {"engine": "http://127.0.0.1:8200", "prefillers": ["10.0.0.0/8", "prefill:8000"]}
+    settings = settings_from({"sidecar": sidecar})
     assert settings.sidecar.prefillers == ("10.0.0.0/8", "prefill:8000")
     assert [(each.url, each.role) for each in settings.backends] == [("http://127.0.0.1:8200", "decode")]
 
@@ -225,10 +223,8 @@ def test_flags_make_a_sidecar() -> None:
 @pytest.mark.slow
 def test_a_sidecar_as_a_process_before_engines_that_are_killed() -> None:
     with engine_process("d") as (_, decode), engine_process("p") as (prefill, port):
-        words = ("-m", "skymemory", "route", "--listen", "127.0.0.1:0", "--sidecar", f"http://127.0.0.1:{decode}")
-        process = Process(*words, "--prefillers", "127.0.0.1", "--log-requests")
-        try:
-            own = int(process.says(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        sidecar = f'log_requests = true\n[sidecar]\nengine = "http://127.0.0.1:{decode}"\nprefillers = ["127.0.0.1"]'
+        with router(settings=sidecar) as (process, own):
             running = _Client(own)
             assert running.complete({HEADER: f"127.0.0.1:{port}"}) == (200, "d")
             process.says(rf"200 answered server=127\.0\.0\.1:{decode} prefill=127\.0\.0\.1:{port} ")
@@ -237,8 +233,6 @@ def test_a_sidecar_as_a_process_before_engines_that_are_killed() -> None:
             assert running.complete({HEADER: f"127.0.0.1:{port}"}) == (200, "d"), "it computes the prompt itself"
             process.says(r"why='127\.0\.0\.1:\d+: no connection")
             assert not any("Traceback" in line for line in process.said)
-        finally:
-            process.close()
 
 
 class _Client:

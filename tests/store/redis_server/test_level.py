@@ -64,7 +64,9 @@ def test_ten_thousand_connections_leave_nothing_behind() -> None:
 def test_slow_readers_hold_no_more_than_the_budget_and_hold_up_no_quick_client(tmp_path: Path) -> None:
     """Of a sealed store, which opens a value into memory of its own for each reader."""
     new_keys(tmp_path / "keys")
-    options = ("--in-flight", "32MiB", "--stall", "4s")
+    settings = tmp_path / "daemon.toml"
+    settings.write_text('in_flight = "32MiB"\nstall = "4s"')
+    options = ("--settings", str(settings))
     with daemon(f"memory://64MiB?seal={tmp_path}/keys", *options) as path, contextlib.ExitStack() as readers:
         process, client = process_at(path), redis.Redis(unix_socket_path=path)
         client.set("large", value(1, 4 * MIB))

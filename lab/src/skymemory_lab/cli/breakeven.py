@@ -7,15 +7,17 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import add_json, add_links, rate
-from skymemory.errors import InvalidInput
+from skymemory.cli._options import add_json, add_rare_settings
+from skymemory.config import setting, texts
+from skymemory.errors import InvalidInput, quoted
 from skymemory.text import Table, write, write_line
 from skymemory.units import format_duration
+from skymemory_lab.cli._settings import LinkSettings, add_outputs, outputs, rate
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -32,6 +34,19 @@ _GROUND_SPEEDS = (300.0, 3000.0, 30_000.0)
 Row = dict[str, Any]
 
 
+def _rates(value: object) -> tuple[float, ...]:
+    found = tuple(map(rate, value)) if isinstance(value, list) else ()
+    if not found or None in found:
+        raise InvalidInput(f'{quoted(value)}: expected a list of rates, such as ["100Mbit", "1Gbit"]')
+    return tuple(bit_s for bit_s in found if bit_s is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class BreakevenSettings(LinkSettings):
+    rates: tuple[float, ...] = setting("rates", _rates, _RATES, "rates to map, in bit/s")
+    measured: tuple[str, ...] = setting("measured", texts, (), "JSON files of further measured engines")
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "breakeven",
@@ -40,8 +55,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "there computed (C), loaded from the sky (L), or both at once, from the front and from the back (B)? By the "
         "physical latency model and the loader itself in virtual time. Engines that were measured are shown in it.",
     )
-    add_links(parser)
     add = parser.add_argument
+    add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
     add(
         "--model",
         default="llama-3.1-8b",
@@ -58,19 +73,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="prompt length; may be repeated (default: 512 to 32768)",
     )
     add(
-        "--rate", type=rate, action="append", metavar="RATE", help="rate to map; may be repeated (default: 10M to 100G)"
-    )
-    add(
-        "--measured", type=Path, action="append", metavar="FILE", help="further measured engines, JSON; may be repeated"
-    )
-    add(
         "--board",
         type=float,
         metavar="TOKENS/S",
         help="a model on board prefills so fast: where is a prompt's first token sooner, there or on the ground?",
     )
-    add("--csv", type=Path, metavar="FILE", help="write the cells as CSV")
-    add("--figure", type=Path, metavar="FILE", help="draw the map to a .png, .svg or .pdf file")
+    add_rare_settings(parser, BreakevenSettings)
+    add_outputs(parser, "the map")
     add_json(parser)
 
 
@@ -83,38 +92,40 @@ def run(args: argparse.Namespace) -> int:
     from skymemory_lab.sim.sky.onboard import Places
     from skymemory_lab.sim.sky.optimise import at_place
     from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, sight_of, ways_of
-    from skymemory_lab.view.drawing import drawing_path, save_csv
+    from skymemory_lab.view.drawing import save_csv
 
-    if args.figure is not None:
-        drawing_path(args.figure)
-    if None in (args.rate or ()):
-        raise InvalidInput("--rate none: expected bits per second; the map is over rates")
+    settings: BreakevenSettings = args.settings
+    csv_path, drawing = outputs(args.out)
     if args.board is not None and args.access == "onboard":
         raise InvalidInput("--board compares with a host on the ground: expected --access gateway, hybrid or ideal")
-    check_mask(args.mask)
+    check_mask(settings.mask_deg)
     kv_bytes = kv_bytes_of(args.model)
-    preset = at_place(preset_named(args.preset), args.lat, args.lon)
+    preset = at_place(preset_named(args.preset), settings.lat, settings.lon)
     period_s = preset.shell.period_s
     ways = ways_of(
         preset,
-        sight_of(preset, args.mask, "climbing"),
+        sight_of(preset, settings.mask_deg, "climbing"),
         args.access,
         [period_s * number / _TIMES for number in range(_TIMES)],
         servers=args.servers,
         exact_links=True,
     )
-    even = BreakEven(ways, TransferSetting(1, server_s=args.server_time), LinkRates(args.up, args.down, args.isl))
-    lengths, rates = args.tokens or _LENGTHS, args.rate or _RATES
-    cells = even.grid(lengths, _SPEEDS, rates, kv_bytes)
+    even = BreakEven(
+        ways,
+        TransferSetting(1, server_s=settings.server_s),
+        LinkRates(settings.up_bit_s, settings.down_bit_s, settings.isl_bit_s),
+    )
+    lengths = args.tokens or _LENGTHS
+    cells = even.grid(lengths, _SPEEDS, settings.rates, kv_bytes)
     engines = [
         *read_measured(),
-        *(engine for path in args.measured or () for engine in read_measured(path)),
+        *(engine for path in settings.measured for engine in read_measured(Path(path))),
         *fitted_gpus(),
     ]
-    rows = _engine_rows(even, engines, args.down or max(rates))
+    rows = _engine_rows(even, engines, settings.down_bit_s or max(settings.rates))
     boards = []
     if args.board is not None:
-        sight = sight_of(preset, args.mask, "climbing")
+        sight = sight_of(preset, settings.mask_deg, "climbing")
         times_s = ways.times_s.tolist()
         own, board = (
             ways_of(preset, sight, access, times_s, servers=args.servers, exact_links=True)
@@ -122,18 +133,18 @@ def run(args: argparse.Namespace) -> int:
         )
         places = Places(
             even,
-            BreakEven(board, TransferSetting(1, server_s=args.server_time), even.rates),
+            BreakEven(board, TransferSetting(1, server_s=settings.server_s), even.rates),
             even.rates,
             float(np.median(own.one_way_s.min(axis=1))),
             float(ways.hops.mean()),
             float(board.hops.mean()),
         )
         boards = _board_rows(places, lengths, args.board, kv_bytes)
-    if args.csv is not None:
+    if csv_path is not None:
         header = [*asdict(cells[0]), "saved_of_compute"]
-        save_csv(args.csv, header, [[*asdict(cell).values(), cell.saved] for cell in cells])
-    if args.figure is not None:
-        _draw(cells, engines, kv_bytes, args.figure)
+        save_csv(csv_path, header, [[*asdict(cell).values(), cell.saved] for cell in cells])
+    if drawing is not None:
+        _draw(cells, engines, kv_bytes, drawing)
     if args.json:
         content = {"kv_bytes_per_token": kv_bytes, "cells": [asdict(cell) for cell in cells], "engines": rows}
         if boards:

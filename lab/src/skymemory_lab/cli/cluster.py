@@ -53,12 +53,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     up.add_argument("file", type=Path, metavar="FILE", help="the description, such as cluster.toml")
     up.add_argument(
-        "--on", choices=("processes", "ray"), default="processes", help="where instances run (default: processes, here)"
-    )
-    up.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="of the Ray cluster's head (default: of RAY_ADDRESS, else the one that this computer is a node of)",
+        "--on",
+        choices=("processes", "ray"),
+        default="processes",
+        help="where instances run: here (processes, default), or on the Ray cluster of RAY_ADDRESS, else on that of "
+        "this computer",
     )
     up.add_argument(
         "--timeout",
@@ -163,18 +162,17 @@ def _up(args: argparse.Namespace, directory: Path) -> int:
 
 def _ray_plan(args: argparse.Namespace, description: ClusterDescription) -> RayPlan | None:
     if args.on != "ray":
-        if args.address is not None:
-            raise InvalidInput("--address is that of a Ray cluster: expected it with --on ray")
         return None
     from skymemory_lab.cluster.on_ray import check
     from skymemory_lab.cluster.supervisor import RayPlan
 
-    if args.address is not None and "://" in args.address:
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
         raise InvalidInput(
-            f"--address {args.address}: expected HOST:PORT of the Ray cluster's head, such as 10.0.0.1:6379"
+            f"RAY_ADDRESS={address}: expected HOST:PORT of the Ray cluster's head, such as 10.0.0.1:6379"
         )
     check(description)
-    return RayPlan(str(args.file.absolute()), args.address or "auto")
+    return RayPlan(str(args.file.absolute()), address or "auto")
 
 
 def _refuse_if_running(directory: Path) -> None:

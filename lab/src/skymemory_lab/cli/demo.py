@@ -1,15 +1,19 @@
 """``skymemory demo``: the paper's testbed and its table 3 on this machine, and seven other demos."""
 
+# ruff: noqa: RUF009 - defaults are frozen values
+
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import add_satellite_kind, argument, check_serving_installed, size
-from skymemory.config import suggestion
+from skymemory.cli._options import add_rare_settings, add_satellite_kind, argument, check_serving_installed
+from skymemory.config import integer, number, one_of, path, setting, size, suggestion, text, whole_number
+from skymemory.constellation.ground_track import CellGrid, parse_grid
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -17,6 +21,31 @@ if TYPE_CHECKING:
 
 _QUICK_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")
 _STRATEGIES = (*_QUICK_STRATEGIES[:-1], "precise", "least-ttft")
+
+
+@dataclass(frozen=True, slots=True)
+class CellsSettings:
+    grid: CellGrid = setting("grid", lambda value: parse_grid(text(value)), CellGrid(24, 24), "rows and columns")
+    cell_m: float = setting("cell_m", number, 500.0, "distance between cells in metres")
+    speed_kmh: float = setting("speed_kmh", number, 50.0, "speed of the user")
+    legs: int = setting("legs", whole_number, 3, "straight legs to random places")
+    servers: int = setting("servers", whole_number, 9, "cells that hold the value")
+    value_bytes: int = setting("value", size, 2_883_584, "size of the value")
+    seed: int = setting("seed", integer, 1, "seed of the drive and of the value's bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorSettings:
+    pools: str = setting(
+        "pools",
+        one_of("fixed", "elastic"),
+        "fixed",
+        "`elastic`: machines change between prefill and decode as the load does",
+    )
+    trace: Path | None = setting(
+        "trace", path, None, "the released conversation trace, a file; default: a seeded generator"
+    )
+    seed: int = setting("seed", integer, 0, "seed of requests, jitter and ties")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -70,14 +99,11 @@ def _add_motion(subparsers: Subparsers) -> None:
     add("--seconds", type=float, default=36.0, metavar="N", help="duration (default: 36)")
     add("--speed", type=float, default=160.0, metavar="X", help="speed of the clock, times real time (default: 160)")
     add_satellite_kind(motion)
-    add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
     add("--seed", type=int, metavar="N", default=0, help="seed of the values' bytes (default: 0)")
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
 def _add_cells(subparsers: Subparsers) -> None:
-    from skymemory.constellation.ground_track import parse_grid
-
     cells = subparsers.add_parser(
         "cells",
         help="a user among base stations on the ground: the cache follows, or stays",
@@ -85,15 +111,10 @@ def _add_cells(subparsers: Subparsers) -> None:
         "with a cache that follows the user (rotation_hop) and once with one that stays (hop), and reports reads, "
         "latency and bytes handed over. Starts no process and needs no model. The exit code is 1 if a read missed.",
     )
-    add = cells.add_argument
-    add("--grid", type=argument(parse_grid), default="24x24", metavar="RxC", help="rows x columns (default: 24x24)")
-    add("--cell-m", type=float, default=500.0, metavar="M", help="distance between cells in metres (default: 500)")
-    add("--speed-kmh", type=float, default=50.0, metavar="V", help="speed of the user (default: 50)")
-    add("--legs", type=int, default=3, metavar="N", help="straight legs to random places (default: 3)")
-    add("--servers", type=int, default=9, metavar="S", help="cells that hold the value (default: 9)")
-    add("--value", type=size, default=2_883_584, metavar="SIZE", help="bytes of the value (default: 2.75MiB)")
-    add("--seed", type=int, metavar="N", default=1, help="seed of the drive and of the value's bytes (default: 1)")
-    add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
+    add_rare_settings(cells, CellsSettings)
+    cells.add_argument(
+        "--json", action="store_true", help="print the report as one JSON object, progress on standard error"
+    )
 
 
 def _add_cake(subparsers: Subparsers) -> None:
@@ -115,7 +136,6 @@ def _add_cake(subparsers: Subparsers) -> None:
         metavar="S",
         help="share of the compute that the prompt gets; other prompts get the rest (default: 1)",
     )
-    add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
     add("--seed", type=int, metavar="N", default=0, help="seed of the weights and of the prompt (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
@@ -169,13 +189,6 @@ def _add_conductor(subparsers: Subparsers) -> None:
     add("--rate", type=float, default=2.0, metavar="X", help="request rate, times the workload's own (default: 2)")
     add("--admission", default="early", metavar="RULE", help="admission rule (default: early)")
     add(
-        "--pools",
-        choices=("fixed", "elastic"),
-        default="fixed",
-        help="elastic: machines change between prefill and decode as the load does (default: fixed)",
-    )
-    add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
-    add(
         "--cost",
         type=Path,
         metavar="FILE|NAME",
@@ -183,13 +196,15 @@ def _add_conductor(subparsers: Subparsers) -> None:
     )
     add("--no-play", action="store_true", help="print only the table")
     add(
-        "--report",
+        "--out",
+        action="append",
         type=Path,
+        default=[],
         metavar="FILE",
-        help="write a page of plots: .png, .svg or .pdf (needs the extra 'figures')",
+        help="write a page of plots to a .png, .svg or .pdf file (needs the extra 'figures'), or a timeline for "
+        "chrome://tracing or Perfetto to a .json file; may be repeated",
     )
-    add("--chart", type=Path, metavar="FILE", help="write a timeline as JSON for chrome://tracing or Perfetto")
-    add("--seed", type=int, metavar="N", default=0, help="seed of requests, jitter and ties (default: 0)")
+    add_rare_settings(conductor, ConductorSettings)
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
@@ -217,7 +232,6 @@ def _add_vllm(subparsers: Subparsers) -> None:
     _add_vllm_environment(vllm)
     add = vllm.add_argument
     add("--windows", action="store_true", help="a model of Gemma 3's shape, most of whose layers see 512 tokens")
-    add("--characters", type=int, default=4000, metavar="N", help="of the document (default: 4000)")
     add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
 
 
@@ -249,22 +263,16 @@ def _add_disagg(subparsers: Subparsers) -> None:
         help="vLLM, or the project's own engine with a small model (default: vLLM where its environment is)",
     )
     _add_vllm_environment(disagg)
-    add(
-        "--handover",
-        choices=("after", "overlap"),
-        default="overlap",
-        help="when the decode engine is asked: after the prefill, or at the same time (default: overlap)",
-    )
     add("--requests", type=int, default=10, metavar="N", help="one after the other (default: 10)")
     add("--burst", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
 def run(args: argparse.Namespace) -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for ending in (signal.SIGTERM, signal.SIGHUP):
         # As for Ctrl-C: the stack unwinds, and everything that a demo started is ended.
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(ending) is signal.SIG_DFL:
+            signal.signal(ending, signal.default_int_handler)
     if args.what == "vllm":
         from skymemory_lab.demo.vllm import run_vllm
 

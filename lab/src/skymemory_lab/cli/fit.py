@@ -16,17 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import (
     add_json,
-    argument,
+    add_rare_settings,
     check_router_installed,
     check_serving_installed,
     fraction,
-    size,
-    token_ids,
 )
-from skymemory.errors import InvalidInput
+from skymemory.config import (
+    integer,
+    one_of,
+    positive,
+    setting,
+    share,
+    size,
+    text,
+    whole_number,
+    whole_numbers,
+    yes_or_no,
+)
+from skymemory.errors import InvalidInput, quoted
 from skymemory.files import read_json
 from skymemory.text import width_of, write_line
-from skymemory.units import parse_number, parse_whole
+from skymemory_lab.cli._settings import pair, token_ids
 
 if TYPE_CHECKING:
     import aiohttp
@@ -42,6 +52,58 @@ if TYPE_CHECKING:
 _FLOAT32_BYTES = 4
 
 
+def _shares(value: object) -> tuple[float, ...]:
+    if not isinstance(value, list):
+        raise InvalidInput(f"{quoted(value)}: expected a list of shares, such as [0, 0.5, 0.9]")
+    return tuple(sorted(set(map(share, value))))
+
+
+@dataclass(frozen=True, slots=True)
+class FitSettings:
+    lengths: tuple[int, int] = setting("lengths", pair, (64, 4096), "shortest and longest prompt, in tokens")
+    shares: tuple[float, ...] = setting("shares", _shares, (0.0, 0.5, 0.9), "cached shares of prompts")
+    batch: int = setting("batch", whole_number, 8, "largest batch of answers")
+    contexts: tuple[int, ...] = setting("contexts", whole_numbers, (64, 256, 1024), "context lengths of answers")
+    decode: bool = setting("decode", yes_or_no, True, "measure answers, too; false: prompts only")
+    repeats: int = setting("repeats", whole_number, 5, "repeats of each measurement")
+    statistic: str = setting(
+        "statistic", one_of("median", "fastest"), "median", "which of the repeats counts: `median` or `fastest`"
+    )
+    clock: str = setting(
+        "clock",
+        one_of("wall", "processor"),
+        "wall",
+        "`processor`: CPU time of the engine's thread, for computers that do other work, too (without `--url` only)",
+    )
+    prompt_unit: str = setting(
+        "prompt_unit", one_of("ids", "tokens"), "ids", "send prompts as token ids (`ids`) or as words (`tokens`)"
+    )
+    ids: tuple[int, int] = setting("ids", token_ids, (300, 1000), "range of token ids to draw from")
+    flops: float | None = setting("flops", positive, None, "peak FLOPS of the machine; default: what was reached")
+    memory_bytes_per_s: int | None = setting(
+        "memory", size, None, "peak memory bandwidth in bytes per second, with `flops`"
+    )
+    network_bytes_per_s: int = setting(
+        "network", size, 1_250_000_000, "network bandwidth in bytes per second, which is not measured"
+    )
+    model: str | None = setting("model", text, None, "name of the model; default: the one that the endpoint serves")
+    api_key_env: str = setting("api_key_env", text, "OPENAI_API_KEY", "environment variable with the API key")
+    threads: int = setting("threads", whole_number, 1, "threads of the engine that is started")
+    seed: int = setting("seed", integer, 0, "seed of prompts and their order")
+
+    def __post_init__(self) -> None:
+        if (self.flops is None) != (self.memory_bytes_per_s is None):
+            raise InvalidInput("`flops` and `memory` need each other")
+        for name, value in (
+            ("repeats", self.repeats),
+            ("threads", self.threads),
+            ("network", self.network_bytes_per_s),
+            ("memory", 1 if self.memory_bytes_per_s is None else self.memory_bytes_per_s),
+        ):
+            if value < 1:
+                raise InvalidInput(f"{name}: {value}: expected 1 or more")
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "fit",
@@ -52,9 +114,8 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog="How each value is measured: docs/guide/fitting.md. Use the file with `skymemory route --cost FILE`.",
     )
     add = parser.add_argument
-    add("--engine", choices=("small",), help="start this engine here and measure it")
-    add("--url", help="measure this endpoint, such as http://127.0.0.1:8000")
-    add("--shape", type=Path, metavar="FILE", help="the model's config.json (default with --engine: its own)")
+    add("--url", help="the endpoint, such as http://127.0.0.1:8000 (default: an engine of the small model is started)")
+    add("--shape", type=Path, metavar="FILE", help="with --url: the model's config.json")
     add("--out", type=Path, metavar="FILE", help="file for the cost model")
     add(
         "--within",
@@ -62,114 +123,25 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SHARE",
         help="exit code 1 if the error of a held-out prefill is larger, such as 10%%",
     )
-    add(
-        "--lengths",
-        type=argument(_range),
-        default=(64, 4096),
-        metavar="A-B",
-        help="lengths of prompts (default: 64-4096)",
-    )
-    add(
-        "--shares",
-        type=argument(_shares),
-        default=(0.0, 0.5, 0.9),
-        metavar="S,S",
-        help="cached shares of prompts (default: 0,0.5,0.9)",
-    )
-    add("--batch", type=int, default=8, metavar="N", help="largest batch of answers (default: 8)")
-    add(
-        "--contexts",
-        type=argument(_wholes),
-        default=(64, 256, 1024),
-        metavar="N,N",
-        help="context lengths of answers (default: 64,256,1024)",
-    )
-    add("--no-decode", action="store_true", help="measure prompts only")
-    add("--repeats", type=int, default=5, metavar="N", help="repeats of each measurement (default: 5)")
-    add(
-        "--statistic",
-        choices=("median", "fastest"),
-        default="median",
-        help="which of the repeats counts (default: median)",
-    )
-    add(
-        "--clock",
-        choices=("wall", "processor"),
-        default="wall",
-        help="processor: CPU time of the engine's thread, for computers that do other work too "
-        "(--engine only; default: wall)",
-    )
-    add(
-        "--prompt-unit",
-        choices=("ids", "tokens"),
-        default="ids",
-        help="send prompts as token ids or as words (default: ids)",
-    )
-    add("--ids", metavar="A-B", default="300-1000", help="range of token ids to draw from (default: 300-1000)")
-    add("--flops", type=float, metavar="N", help="peak FLOPS of the machine (default: what was reached)")
-    add("--memory", type=size, metavar="SIZE", help="peak memory bandwidth in bytes per second (with --flops)")
-    add(
-        "--network",
-        type=size,
-        default=1_250_000_000,
-        metavar="SIZE",
-        help="network bandwidth in bytes per second, not measured (default: 10 Gbit/s)",
-    )
-    add("--model", metavar="NAME", help="model name (default: the one that the endpoint serves)")
-    add(
-        "--api-key-env",
-        default="OPENAI_API_KEY",
-        metavar="NAME",
-        help="environment variable with the API key (default: OPENAI_API_KEY)",
-    )
-    add("--threads", type=int, default=1, metavar="N", help="threads of the engine that is started (default: 1)")
-    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and their order (default: 0)")
+    add_rare_settings(parser, FitSettings)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    if args.engine is not None:
+    if args.url is None:
         check_serving_installed("small")
     check_router_installed()
-    return _fit(args, os.environ.get(args.api_key_env) or None)
+    return _fit(args, os.environ.get(args.settings.api_key_env) or None)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise ``InvalidInput`` for options that exclude or need each other."""
-    if (args.engine is None) == (args.url is None):
-        raise InvalidInput("fit: expected either --engine small or --url, an endpoint")
-    if args.clock == "processor" and (args.engine is None or args.threads != 1):
-        raise InvalidInput("fit: --clock processor needs --engine small with --threads 1")
+    settings: FitSettings = args.settings
+    if settings.clock == "processor" and (args.url is not None or settings.threads != 1):
+        raise InvalidInput("fit: clock = 'processor' needs an engine that is started here, with one thread")
     if args.url is not None and args.shape is None:
         raise InvalidInput("fit: --url needs --shape FILE, the config.json of the model that it serves")
-    if (args.flops is None) != (args.memory is None):
-        raise InvalidInput("fit: --flops and --memory need each other")
-    if args.flops is not None and not (args.flops > 0 and args.memory > 0):
-        raise InvalidInput("fit: --flops and --memory: expected values above 0")
-    for name in ("repeats", "threads", "network"):
-        if getattr(args, name) < 1:
-            raise InvalidInput(f"--{name} {getattr(args, name)}: expected 1 or more")
-
-
-def _range(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    if not first.isdecimal() or not last.isdecimal():
-        raise InvalidInput(f"{text!r}: expected two lengths, such as 64-4096")
-    return parse_whole(first), parse_whole(last)
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(sorted({parse_number(word) for word in text.split(",")}))
-    except ValueError:
-        raise InvalidInput(f"{text!r}: expected shares such as 0,0.5,0.9") from None
-
-
-def _wholes(text: str) -> tuple[int, ...]:
-    if not all(word.isdecimal() for word in text.split(",")):
-        raise InvalidInput(f"{text!r}: expected whole numbers such as 64,256,1024")
-    return tuple(sorted({parse_whole(word) for word in text.split(",")}))
 
 
 @dataclass
@@ -195,16 +167,18 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
     from skymemory_lab.fitting import prefill_cells
     from skymemory_lab.replay.client import base_url
 
+    settings: FitSettings = args.settings
+
     shape = _shape(args)
-    least, most = args.lengths
+    least, most = settings.lengths
     # Checked before an engine is started, which takes seconds.
-    prefill_cells(least, most, args.shares)
+    prefill_cells(least, most, settings.shares)
     measured = asyncio.run(_measure(args, key))
     fitted = _fitted(args, shape, measured)
     notes = {
         "model": measured.model,
-        "measured": "engine small, started for it" if args.engine else base_url(args.url),
-        "statistic": f"{args.statistic} of {args.repeats}, {args.clock} time",
+        "measured": "engine small, started for it" if args.url is None else base_url(args.url),
+        "statistic": f"{settings.statistic} of {settings.repeats}, {settings.clock} time",
         "errors": {name: asdict(error) for name, error in fitted.errors.items()},
     }
     if args.out is not None:
@@ -223,7 +197,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
 
     file = args.shape or small_model_folder() / "config.json"
     config = read_json(file, "a model's config.json")
-    if args.engine is not None:
+    if args.url is None:
         return shape_of("the small model", config, _FLOAT32_BYTES)
     return shape_of(str(config.get("_name_or_path") or file.resolve().parent.name), config)
 
@@ -236,36 +210,45 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
     from skymemory_lab.replay.client import Client, Target, base_url
     from skymemory_lab.replay.play import find_model
 
+    settings: FitSettings = args.settings
+
     started_s = time.perf_counter()
     async with AsyncExitStack() as stack:
         url = args.url
-        if args.engine is not None:
-            words = ("serve", "--model", args.engine, "--listen", "127.0.0.1:0", "--threads", str(args.threads))
+        if url is None:
+            words = ("serve", "--model", "small", "--listen", "127.0.0.1:0")
             # Room for all cached shares at once, and for batches twice as large as the measured batches.
-            options = ("--cache", "256MiB", "--running", str(max(8, 2 * args.batch)))
+            options = (
+                "--cache",
+                "256MiB",
+                "--threads",
+                str(settings.threads),
+                "--running",
+                str(max(8, 2 * settings.batch)),
+            )
             (url,) = await stack.enter_async_context(service("the engine", 1, *words, *options))
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, connector=connector))
-        client = Client(session, Target(base_url(url), args.model or ""))
-        endpoint = await find_model(client, args.model)
-        least, most = args.lengths
+        client = Client(session, Target(base_url(url), settings.model or ""))
+        endpoint = await find_model(client, settings.model)
+        least, most = settings.lengths
         # A measured prompt needs room for a few tokens of its answer, and for tokens that a server prepends.
         if endpoint.context_tokens is not None and most + 8 > endpoint.context_tokens:
             raise InvalidInput(
-                f"--lengths {least}-{most}: expected at most {endpoint.context_tokens - 8} for {endpoint.model}"
+                f"lengths: [{least}, {most}]: expected at most {endpoint.context_tokens - 8} for {endpoint.model}"
             )
         make = await _prompts(args, client, endpoint.context_tokens)
-        spent = _spent(session, base_url(url)) if args.clock == "processor" else None
-        measuring = Measurement(client, make, time.perf_counter, args.seed, _progress, spent)
+        spent = _spent(session, base_url(url)) if settings.clock == "processor" else None
+        measuring = Measurement(client, make, time.perf_counter, settings.seed, _progress, spent)
         try:
-            cells = prefill_cells(least, most, args.shares)
-            prefills = await measuring.prefills(cells, args.repeats, args.statistic)
+            cells = prefill_cells(least, most, settings.shares)
+            prefills = await measuring.prefills(cells, settings.repeats, settings.statistic)
             decodes: list[tuple[DecodePoint, bool]] = []
             never: list[DecodeCell] = []
-            if not args.no_decode:
-                batches = decode_cells(args.batch, args.contexts)
-                decodes, never = await measuring.decodes(batches, args.repeats, args.statistic)
+            if settings.decode:
+                batches = decode_cells(settings.batch, settings.contexts)
+                decodes, never = await measuring.decodes(batches, settings.repeats, settings.statistic)
         finally:
             _progress("", 1.0)
     return _Measured(endpoint.model, prefills, decodes, never, time.perf_counter() - started_s)
@@ -287,15 +270,17 @@ async def _prompts(args: argparse.Namespace, client: Client, context_tokens: int
     from skymemory_lab.replay.play import calibrate, negotiate_features
     from skymemory_lab.sim.workload import WORDS
 
-    if args.prompt_unit == "ids":
-        first, last = token_ids(args.ids)
+    settings: FitSettings = args.settings
+
+    if settings.prompt_unit == "ids":
+        first, last = settings.ids
         await negotiate_features(client, [first] * 8, time.perf_counter)
 
         def by_ids(tokens: int, dice: random.Random) -> Prompt:
             return [dice.randint(first, last) for _ in range(tokens)]
 
         return by_ids
-    measure, _ = await calibrate(client, WORDS, args.seed, context_tokens, time.perf_counter)
+    measure, _ = await calibrate(client, WORDS, settings.seed, context_tokens, time.perf_counter)
 
     def by_words(tokens: int, dice: random.Random) -> Prompt:
         return " ".join(dice.choices(WORDS, k=measure.words(tokens)))
@@ -307,9 +292,13 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
     from skymemory.conductor.cost_fit import decode_errors, fit_decode, fit_prefill, prefill_errors
     from skymemory.conductor.cost_model import Machine
 
+    settings: FitSettings = args.settings
+
     machine = None
-    if args.flops is not None:
-        machine = Machine("as named", args.flops, float(args.memory), float(args.network))
+    if settings.flops is not None and settings.memory_bytes_per_s is not None:
+        machine = Machine(
+            "as named", settings.flops, float(settings.memory_bytes_per_s), float(settings.network_bytes_per_s)
+        )
     # A fit is judged at held-out lengths: errors of fitted points only show how flexible the model is.
     fitted_on, held_out = _split_held_out(measured.prefills)
     cost = fit_prefill(fitted_on, shape, machine)
@@ -323,9 +312,9 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
         errors["decoding steps fitted on"] = decode_errors(cost, steps_on)
         if steps_held:
             errors["decoding steps held out"] = decode_errors(cost, steps_held)
-    # Without --flops, the machine is the measured machine, but a network cannot be measured at one endpoint.
+    # Without `flops`, the machine is the measured machine, but a network cannot be measured at one endpoint.
     if machine is None:
-        cost = replace(cost, machine=replace(cost.machine, network_bytes_per_s=float(args.network)))
+        cost = replace(cost, machine=replace(cost.machine, network_bytes_per_s=float(settings.network_bytes_per_s)))
     return _Fitted(cost, errors)
 
 
@@ -336,10 +325,11 @@ def _split_held_out(pairs: Sequence[tuple[Any, bool]]) -> tuple[list[Any], list[
 
 
 def _lines(args: argparse.Namespace, measured: _Measured, fitted: _Fitted) -> list[str]:
+    settings: FitSettings = args.settings
     cost = fitted.cost
     lines = [
-        f"{measured.model}, measured in {measured.seconds:.0f} s: {args.statistic} of {args.repeats}, "
-        f"{args.clock} time (* held out)",
+        f"{measured.model}, measured in {measured.seconds:.0f} s: {settings.statistic} of {settings.repeats}, "
+        f"{settings.clock} time (* held out)",
         "",
     ]
     lines.append(f"  {'tokens':>8}{'cached':>8}{'measured':>12}{'fitted':>12}{'off':>9}")

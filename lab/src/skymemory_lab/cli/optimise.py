@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import add_json, add_links, fraction, size
+from skymemory.cli._options import add_json, add_rare_settings, size
+from skymemory.config import setting, share
 from skymemory.text import Table, width_of, write
 from skymemory.units import format_size
+from skymemory_lab.cli._settings import LinkSettings, add_outputs, outputs
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -25,6 +28,11 @@ _SHOWN = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class OptimiseSettings(LinkSettings):
+    puts_share: float = setting("puts", share, 0.2, "writes, as a share of the requests")
+
+
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "optimise",
@@ -33,10 +41,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "over one orbit, choose by the first half of it and judge by the second. Prints the best setting, its distance "
         "from the lower bound, the second best, and what each parameter does.",
     )
-    add_links(parser)
     add = parser.add_argument
+    add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
     add("--value", type=size, default="2.75MiB", metavar="SIZE", help="size of a value (default: %(default)s)")
-    add("--puts", type=fraction, default="20%", metavar="SHARE", help="of the requests (default: 20%%)")
     add("--requests", type=float, default=0.0, metavar="N", help="requests a second on these links (default: 0)")
     add(
         "--access",
@@ -51,8 +58,8 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="S",
         help="a number to choose; may be repeated (default: 1 to 81)",
     )
-    add("--csv", type=Path, metavar="FILE", help="write the curves as CSV")
-    add("--figure", type=Path, metavar="FILE", help="draw the curves to a .png, .svg or .pdf file")
+    add_rare_settings(parser, OptimiseSettings)
+    add_outputs(parser, "the curves")
     add_json(parser)
 
 
@@ -61,29 +68,29 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.constellation.sight import check_mask
     from skymemory_lab.sim.sky.optimise import RequestMix, at_place, optimise
     from skymemory_lab.sim.sky.physical import LinkRates
-    from skymemory_lab.view.drawing import drawing_path, save_csv
+    from skymemory_lab.view.drawing import save_csv
 
-    if args.figure is not None:
-        drawing_path(args.figure)
-    check_mask(args.mask)
-    preset = at_place(preset_named(args.preset), args.lat, args.lon)
-    rates = LinkRates(args.up, args.down, args.isl)
-    load = RequestMix(args.value, args.server_time, args.puts, args.requests)
+    settings: OptimiseSettings = args.settings
+    csv_path, drawing = outputs(args.out)
+    check_mask(settings.mask_deg)
+    preset = at_place(preset_named(args.preset), settings.lat, settings.lon)
+    rates = LinkRates(settings.up_bit_s, settings.down_bit_s, settings.isl_bit_s)
+    load = RequestMix(args.value, settings.server_s, settings.puts_share, args.requests)
     optimum = optimise(
         preset,
         rates,
         load,
-        mask_deg=args.mask,
+        mask_deg=settings.mask_deg,
         accesses=tuple(args.access or ("gateway", "hybrid")),
         servers=args.servers,
         report=_progress,
     )
     _progress("")
-    if args.csv is not None:
+    if csv_path is not None:
         rows = [{"parameter": name, **outcome.row()} for name, curve in optimum.curves.items() for outcome in curve]
-        save_csv(args.csv, list(rows[0]), [list(row.values()) for row in rows])
-    if args.figure is not None:
-        _draw(optimum, args.figure)
+        save_csv(csv_path, list(rows[0]), [list(row.values()) for row in rows])
+    if drawing is not None:
+        _draw(optimum, drawing)
     if args.json:
         print(json.dumps(_as_json(optimum, preset.name), indent=1))
     else:

@@ -15,9 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from skymemory.cli._options import add_json, check_router_installed, duration, token_ids
+from skymemory.cli._options import add_json, add_rare_settings, check_router_installed, duration
+from skymemory.config import duration as duration_of
+from skymemory.config import one_of, setting, text, whole_number
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read, connection_reason
 from skymemory.text import write_line
+from skymemory_lab.cli._settings import token_ids
 
 if TYPE_CHECKING:
     import aiohttp
@@ -34,6 +37,31 @@ UNITS = ("tokens", "characters", "ids")
 _MARGIN = 0.03
 _EVERY_S = 0.5
 _LATEST = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    ids: tuple[int, int] = setting("ids", token_ids, (300, 1000), "range of token ids to draw from")
+    jitter_s: float = setting("jitter", duration_of, 0.0, "move each arrival by up to this much of the trace's time")
+    most_at_once: int = setting(
+        "concurrency", whole_number, 0, "limit of requests in flight; others wait and count as held up. 0: none"
+    )
+    api: str = setting("api", one_of("completions", "chat"), "completions", "which API: `completions` or `chat`")
+    context: int = setting(
+        "context", whole_number, 0, "leave out requests of more tokens; 0: of more than the endpoint's context"
+    )
+    api_key_env: str = setting("api_key_env", text, "OPENAI_API_KEY", "environment variable with the API key")
+    patience_s: float = setting("patience", duration_of, 300.0, "timeout of a whole answer")
+    ttft_slo_s: float | None = setting(
+        "ttft_slo", duration_of, None, "objective for the time from due to the first token"
+    )
+    tbt_slo_s: float | None = setting(
+        "tbt_slo", duration_of, None, "objective for a request's mean time between tokens"
+    )
+
+    def __post_init__(self) -> None:
+        if self.patience_s <= 0:
+            raise InvalidInput("patience: expected more than 0")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -63,31 +91,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="what a token of the trace becomes: a token by the server's count, a character, or a token id, where "
         "the server accepts lists of ids (default: tokens)",
     )
-    add("--ids", metavar="A-B", default="300-1000", help="range of token ids to draw from (default: 300-1000)")
     add = parser.add_argument_group("arrivals").add_argument
     add("--rate", type=float, default=1.0, metavar="X", help="send requests X times as fast (default: 1)")
-    add(
-        "--jitter",
-        type=duration,
-        default=0.0,
-        metavar="TIME",
-        help="move each arrival by up to this much of the trace's time",
-    )
-    add("--concurrency", type=int, metavar="N", help="limit of requests in flight; others wait and count as late")
-    add = parser.add_argument_group("endpoint").add_argument
-    add("--api", choices=("completions", "chat"), default="completions", help="which API (default: completions)")
-    add("--model", metavar="NAME", help="model name (default: the one that the endpoint serves)")
-    add("--context", type=int, metavar="N", help="leave out requests that are longer (default: the endpoint's context)")
-    add(
-        "--api-key-env",
-        default="OPENAI_API_KEY",
-        metavar="NAME",
-        help="environment variable with the API key (default: OPENAI_API_KEY)",
-    )
-    add("--patience", type=duration, default=300.0, metavar="TIME", help="timeout of a whole answer (default: 300s)")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the one that the endpoint serves)")
+    add_rare_settings(parser, ReplaySettings)
     add = parser.add_argument_group("report").add_argument
-    add("--ttft-slo", type=duration, metavar="TIME", help="objective for the time from due to the first token")
-    add("--tbt-slo", type=duration, metavar="TIME", help="objective for a request's mean time between tokens")
     add(
         "--metrics",
         action="append",
@@ -102,7 +110,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     check(args)
     check_router_installed()
-    return _replay(args, os.environ.get(args.api_key_env) or None)
+    return _replay(args, os.environ.get(args.settings.api_key_env) or None)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -113,16 +121,13 @@ def check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--workload {args.workload!r}: expected conversations or tenants")
     if args.workload is not None and args.seconds is None and args.requests is None:
         raise InvalidInput("--workload is endless: add --seconds or --requests")
-    for name in ("requests", "max_tokens", "concurrency", "context"):
+    for name in ("requests", "max_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InvalidInput(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
     if not args.rate > 0:
         raise InvalidInput(f"--rate {args.rate:g}: expected a factor above 0")
-    if args.patience <= 0:
-        raise InvalidInput("--patience: expected more than 0")
-    if args.prompt_unit == "ids" and args.api == "chat":
-        raise InvalidInput("--prompt-unit ids: the chat API accepts no token ids; use --api completions")
-    token_ids(args.ids)
+    if args.prompt_unit == "ids" and args.settings.api == "chat":
+        raise InvalidInput("--prompt-unit ids: the chat API accepts no token ids; set api = 'completions'")
 
 
 @dataclass
@@ -149,7 +154,7 @@ class _RunningReplay:
         # Over the requests sent, not planned: an interrupted replay has reused less.
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
-        slo = SloLimits(args.ttft_slo, args.tbt_slo)
+        slo = SloLimits(args.settings.ttft_slo_s, args.settings.tbt_slo_s)
         return report_of(self.outcomes, len(self.plan.requests), slo, stalls, share, in_tokens, self.cut_at_s)
 
 
@@ -190,8 +195,8 @@ def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
             raise InvalidInput(cannot_read(args.trace, error)) from error
     else:
         requests = _generated(args)
-    if args.jitter:
-        requests = jittered(requests, args.seed, args.jitter)
+    if args.settings.jitter_s:
+        requests = jittered(requests, args.seed, args.settings.jitter_s)
     return at_rate(requests, args.rate)
 
 
@@ -253,10 +258,10 @@ async def _run(
     from skymemory_lab.replay.client import Client, Target
     from skymemory_lab.replay.play import OpenLoopPlayer
 
-    args = replay.args
+    args, settings = replay.args, replay.args.settings
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
-        client = Client(session, Target(url, args.model or "", args.api == "chat", args.patience))
+        client = Client(session, Target(url, args.model or "", settings.api == "chat", settings.patience_s))
         prompts = await _prepared(replay, client, requests, stream)
         metrics = args.metrics
         replay.before = await _counts(session, metrics)
@@ -271,7 +276,7 @@ async def _run(
             planned,
             lambda request: target.body(prompts(request), request.output_tokens),
             lambda request, body, clock, held_up_s: client.send(request, body, clock, record, held_up_s),
-            args.concurrency,
+            settings.most_at_once or None,
         )
         replay.player = player
         progress = asyncio.create_task(ReplayProgress(stream, player, replay.outcomes, planned).follow())
@@ -294,7 +299,7 @@ async def _prepared(
 
     args = replay.args
     context_tokens = await _known(client, args)
-    replay.model, context = client.target.model, args.context or context_tokens
+    replay.model, context = client.target.model, args.settings.context or context_tokens
     block = BLOCK_TOKENS * args.scale_lengths
     started_s = time.perf_counter()
 
@@ -304,7 +309,7 @@ async def _prepared(
     prompts: MakePrompt
     room = context
     if args.prompt_unit == "ids":
-        first, last = token_ids(args.ids)
+        first, last = args.settings.ids
         prompts = id_prompts(first, last, block, args.seed)
         notes = (await negotiate_features(client, [first] * 8, clock))[1]
     elif args.prompt_unit == "characters":
@@ -406,7 +411,7 @@ def _object(replay: _RunningReplay, report: ReplayReport, url: str, interrupted:
         "rate": args.rate,
         "scale_lengths": args.scale_lengths,
         "prompt_unit": args.prompt_unit,
-        "api": args.api,
+        "api": args.settings.api,
         "ended_early": interrupted,
         "left_out": replay.plan.too_long,
         "tokens_per_word": None if replay.measure is None else round(replay.measure.tokens_per_word, 4),

@@ -31,9 +31,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "rejections (table3), swings (9, 10).",
     )
     parser.add_argument("paper", choices=["cake", "mooncake", "claims"], help="which paper, or the claims of all")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--fig", action="append", metavar="N|NAME", help="figure to compute; may be repeated")
-    which.add_argument("--all", action="store_true", help="all figures (the default)")
+    parser.add_argument(
+        "--fig", action="append", metavar="N|NAME", help="figure to compute; may be repeated (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: headline figures and their data")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for CSV, and PNG if the extra 'figures' is installed"
@@ -153,8 +153,12 @@ def _add_figures(subparsers: Subparsers) -> None:
         "disclosure-constellations, disclosure-d-n; of the Cake paper: cake-1 to cake-8; of Mooncake: mooncake-NAME, "
         "from the CSV of a full run. A wrong name lists all. Needs the extra 'figures'.",
     )
-    parser.add_argument("names", nargs="*", metavar="N|NAME", help="what to draw (default: the SkyMemory paper's)")
-    parser.add_argument("--all", action="store_true", help="those of all papers (most of a minute)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="N|NAME",
+        help="what to draw (default: the SkyMemory paper's); all: those of all papers, most of a minute",
+    )
     parser.add_argument(
         "--format", default="png,svg", metavar="LIST", help="of png, svg, pdf; PNG has 300 dpi (default: %(default)s)"
     )
@@ -169,9 +173,10 @@ def _figures(args: argparse.Namespace) -> int:
     from skymemory_lab.sim.latency import claims
 
     # Check all names before the first drawing, which takes seconds.
-    if args.names and args.all:
-        raise InvalidInput("figures: either names, or --all")
-    wanted, formats = chosen(args.names, args.all), formats_of(args.format)
+    draws_all = "all" in args.names
+    if draws_all and len(args.names) > 1:
+        raise InvalidInput("figures: either names, or all")
+    wanted, formats = chosen([] if draws_all else args.names, draws_all), formats_of(args.format)
     progress = SweepProgress(sys.stderr, "figures")
     missing = []
     try:
@@ -181,7 +186,7 @@ def _figures(args: argparse.Namespace) -> int:
                 written = exhibit.write(args.out, formats)
             except InvalidInput as error:
                 # The figure needs a file of a checkout: an error if named by the user, a remark among all figures.
-                if args.names:
+                if args.names and not draws_all:
                     raise
                 missing.append(f"skymemory: no {name}: {error}")
                 continue

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skymemory.addresses import host_and_port
-from skymemory.cli._options import argument, check_serving_installed, duration, size
+from skymemory.cli._options import add_rare_settings, argument, check_serving_installed, size
+from skymemory.config import duration, one_of, setting, text, whole_number
 from skymemory.errors import InvalidInput
+from skymemory.eviction import POLICIES
 from skymemory.progress import Progress
 
 if TYPE_CHECKING:
@@ -16,12 +19,29 @@ if TYPE_CHECKING:
 
 
 # Upper limits for a test engine; beyond them a typing error is more likely than an intention.
-_MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "waiting": 1 << 20, "engines": 64}
+_MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "engines": 64}
+_MOST_WAITING = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    policy: str = setting("policy", one_of(*POLICIES), "lru", f"eviction policy of the cache: {', '.join(POLICIES)}")
+    dtype: str = setting("dtype", one_of("float32", "bfloat16", "float16"), "float32", "data type of the model")
+    context: int = setting("context", whole_number, 0, "limit of prompt and answer in tokens; 0: the model's")
+    waiting: int = setting("waiting", whole_number, 256, "limit of queued requests; 429 above")
+    kv_replay: str = setting(
+        "kv_replay", text, "tcp://127.0.0.1:*", "endpoint that resends missed KV events; port *: any free"
+    )
+    wait_s: float = setting(
+        "wait", duration, 5.0, "how long a request waits for the next block that another engine computes"
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.waiting <= _MOST_WAITING:
+            raise InvalidInput(f"waiting: {self.waiting}: expected 1 to {_MOST_WAITING}")
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    from skymemory.eviction import POLICIES
-
     parser = subparsers.add_parser(
         "serve",
         help="run a small inference engine with OpenAI's API",
@@ -47,17 +67,8 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--cache", type=size, default=64 << 20, metavar="SIZE", help="memory of the prefix cache (default: 64MiB)")
     add("--block-tokens", type=int, default=16, metavar="N", help="tokens of a cache block (default: 16)")
-    add("--policy", choices=POLICIES, default="lru", help="eviction policy of the cache (default: lru)")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="data type of the model (default: float32)",
-    )
     add("--threads", type=int, default=1, metavar="N", help="compute threads (default: 1)")
-    add("--context", type=int, metavar="N", help="limit of prompt and answer in tokens (default: the model's)")
     add("--running", type=int, default=8, metavar="N", help="limit of running requests (default: 8)")
-    add("--waiting", type=int, default=256, metavar="N", help="limit of queued requests; 429 above (default: 256)")
     add(
         "--engines",
         type=int,
@@ -66,12 +77,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="number of engine processes, on successive ports (default: 1)",
     )
     add("--kv-events", metavar="ENDPOINT", help="publish KV events there, such as tcp://127.0.0.1:5557 (ZeroMQ)")
-    add(
-        "--kv-replay",
-        default="tcp://127.0.0.1:*",
-        metavar="ENDPOINT",
-        help="endpoint that resends missed KV events (default: tcp://127.0.0.1:*, a free port)",
-    )
     add(
         "--store",
         default="",
@@ -85,13 +90,7 @@ def add_parser(subparsers: Subparsers) -> None:
         default="both",
         help="producer: prefills, and saves in the store; consumer: decodes what others have saved (default: both)",
     )
-    add(
-        "--wait",
-        type=duration,
-        default=5.0,
-        metavar="TIME",
-        help="how long a request waits for the next block that another engine computes (default: 5s)",
-    )
+    add_rare_settings(parser, ServeSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         from skymemory_lab.engine.run import EngineSettings, run_engine, run_engines
 
     host, port = args.listen
+    rare: ServeSettings = args.settings
     settings = EngineSettings(
         model=args.model,
         served_name=args.name,
@@ -114,17 +114,17 @@ def run(args: argparse.Namespace) -> int:
         port=port,
         cache_bytes=args.cache,
         block_tokens=args.block_tokens,
-        policy=args.policy,
-        dtype=args.dtype,
+        policy=rare.policy,
+        dtype=rare.dtype,
         threads=args.threads,
-        context_tokens=args.context,
+        context_tokens=rare.context or None,
         max_running=args.running,
-        max_waiting=args.waiting,
+        max_waiting=rare.waiting,
         kv_events=args.kv_events,
-        kv_replay=args.kv_replay,
+        kv_replay=rare.kv_replay,
         store=args.store,
         role=args.role,
-        wait_s=args.wait,
+        wait_s=rare.wait_s,
     )
     if args.engines == 1:
         run_engine(settings, _say, progress=progress)

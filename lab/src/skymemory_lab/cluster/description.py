@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from skymemory.addresses import host_and_port
-from skymemory.config import filled, positive, setting, table, text, texts, whole_number, yes_or_no
+from skymemory.config import filled, one_of, positive, setting, table, text, texts, whole_number, yes_or_no
 from skymemory.errors import InvalidInput
 from skymemory.files import read_toml
 from skymemory.router.settings import settings_from
@@ -43,15 +43,6 @@ MOST_INSTANCES = 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _RESERVED = ("constellation", "router", "store", "supervisor")
 _ONE_PROCESS = ("memory", "disk", "tiers")
-
-
-def _one_of(*known: str) -> Any:
-    def read(value: object) -> str:
-        if value not in known:
-            raise InvalidInput(f"{value!r}: expected one of {', '.join(known)}")
-        return str(value)
-
-    return read
 
 
 def _words_by_name(value: object) -> dict[str, str]:
@@ -93,11 +84,11 @@ class StoreSettings:
 @dataclass(frozen=True, slots=True)
 class Instances:
     name: str = setting("name", _name, "", "of the group; instances are NAME-1, NAME-2 …; default: the role")
-    role: str = setting("role", _one_of(*ROLES), "both", "prefill, decode or both")
+    role: str = setting("role", one_of(*ROLES), "both", "prefill, decode or both")
     elastic: bool = setting(
         "elastic", yes_or_no, False, "started to do both; the router changes its role, at first this one, with the load"
     )
-    engine: str = setting("engine", _one_of(*ENGINES), "skymemory", "skymemory or vllm")
+    engine: str = setting("engine", one_of(*ENGINES), "skymemory", "skymemory or vllm")
     count: int = setting("count", whole_number, 1, "number of instances")
     model: str = setting("model", text, "small", "as for the engine: a name or a folder")
     port: int = setting("port", whole_number, 0, "of the first; the others follow. 0: any free")

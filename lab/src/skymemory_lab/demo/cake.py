@@ -141,7 +141,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     parts = [EstimatedPart(name, part_s, "run") for name, part_s in zip(names, parts_s, strict=True)]
     estimate = Estimate(parts, spent_s=progress.seconds)
     progress.say(f"estimate: {format_estimate(estimate.first_s)} in all")
-    bars = Bars(progress, colour=not args.no_color)
+    bars = Bars(progress)
     links = LinkRuns(ratios, estimate, bars, progress, None if args.tokens else promised_s)
     try:
         # Live bars own the terminal. Otherwise full bars are printed, with a wait between them.
@@ -307,9 +307,9 @@ def bar(computed: int, width: int) -> str:
 class Bars:
     """Three bars, drawn in place on a terminal, or printed as lines. Thread-safe."""
 
-    def __init__(self, progress: Progress, *, colour: bool) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._screen = Screen(progress.stream, progress.began_s, line_every_s=float("inf"), progress=progress)
-        self._colour = colour and self._screen.live and has_colour(progress.stream)
+        self._colour = self._screen.live and has_colour(progress.stream)
         self._lock = threading.Lock()
         self._title = ""
         self._chunks: dict[str, list[str]] = {}

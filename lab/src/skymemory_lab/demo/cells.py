@@ -179,11 +179,12 @@ _FARTHER = 1.7
 
 
 def run_cells(args: argparse.Namespace) -> int:
-    town = Town(args.grid, args.cell_m, args.servers, args.value)
-    path = town.drive(args.seed, args.legs, args.speed_kmh / 3.6)
-    value = random.Random(args.seed).randbytes(town.value_bytes)
+    settings = args.settings
+    town = Town(settings.grid, settings.cell_m, settings.servers, settings.value_bytes)
+    path = town.drive(settings.seed, settings.legs, settings.speed_kmh / 3.6)
+    value = random.Random(settings.seed).randbytes(town.value_bytes)
     out = sys.stderr if args.json else sys.stdout
-    minutes, kilometres = path[-1].time_s / 60, path[-1].time_s * args.speed_kmh / 3600
+    minutes, kilometres = path[-1].time_s / 60, path[-1].time_s * settings.speed_kmh / 3600
     write(
         f"{town.grid.rows} x {town.grid.columns} base stations {town.cell_m:g} m apart, 1 ms from one to the next and "
         f"4 ms to the user; {format_size(town.value_bytes)} on {town.servers} of them, read every 5 s\n"

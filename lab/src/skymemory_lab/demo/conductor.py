@@ -49,23 +49,29 @@ def run_conductor(args: argparse.Namespace) -> int:
     stream = sys.stderr if args.json else sys.stdout
     if not 0.1 <= args.rate <= 20:
         raise InvalidInput(f"--rate {args.rate:g}: expected 0.1 to 20 times the workload's own")
-    if args.trace is not None:
-        check_readable(args.trace)
+    settings = args.settings
+    if settings.trace is not None:
+        check_readable(settings.trace)
     options_of(args.admission)  # refuses an unknown rule or a wrong suffix before the simulation
-    if args.report is not None:
-        drawing_path(args.report)
+    charts = [path for path in args.out if path.suffix == ".json"]
+    reports = [drawing_path(path) for path in args.out if path not in charts]
     # The same requests for each scheduler, so the rows differ by the scheduler alone.
-    source = ConversationSource(args.trace, args.seed, quick=True)
-    spans = args.chart is not None
+    source = ConversationSource(settings.trace, settings.seed, quick=True)
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
     setup = ClusterSetup(
-        prefill=PREFILL, decode=DECODE, pools=args.pools, cost=cost, rate=args.rate, seed=args.seed, spans=spans
+        prefill=PREFILL,
+        decode=DECODE,
+        pools=settings.pools,
+        cost=cost,
+        rate=args.rate,
+        seed=settings.seed,
+        spans=bool(charts),
     )
     machines = "LLaMA-70B on 8×A800 each" if args.cost is None else f"{cost.shape.name} on {cost.machine.name}"
     part = QUICK_PART if args.quick else PART
     cells = [ClusterCell(source, setup, name, admission=args.admission, until_part=part) for name in SCHEDULERS]
     write(
-        f"{PREFILL} machines prefill, {DECODE} decode{' at the start' * (args.pools == 'elastic')} "
+        f"{PREFILL} machines prefill, {DECODE} decode{' at the start' * (settings.pools == 'elastic')} "
         f"({machines}, modelled); {source.name}, "
         f"at {args.rate:g} times its rate; SLO: {setup.slo.ttft_s:g} s to the first token, "
         f"{setup.slo.tbt_s:g} s between tokens; admission: {args.admission}",
@@ -92,17 +98,17 @@ def run_conductor(args: argparse.Namespace) -> int:
         _play(runs, setup, stream, played_s)
     write("", stream)
     final(SCHEDULERS, metrics).print(stream)
-    if args.pools == "elastic":
+    if settings.pools == "elastic":
         changes = ", ".join(f"{name} {result.role_changes}" for name, result in zip(SCHEDULERS, metrics, strict=True))
         write(f"changes between prefill and decode: {changes}", stream)
-    if args.report is not None:
+    for report in reports:
         from skymemory_lab.view.cluster_report import write_cluster_report
 
         title = f"{PREFILL}P+{DECODE}D, {source.name}, {args.rate:g} times its rate, admission {args.admission}"
-        written = write_cluster_report(dict(zip(SCHEDULERS, runs, strict=True)), setup.slo, title, args.report)
+        written = write_cluster_report(dict(zip(SCHEDULERS, runs, strict=True)), setup.slo, title, report)
         write(f"written: {written}", stream)
-    if args.chart is not None:
-        write(f"written: {write_chrome_trace(runs[-1], args.chart)} ({SCHEDULERS[-1]}; for chrome://tracing)", stream)
+    for chart in charts:
+        write(f"written: {write_chrome_trace(runs[-1], chart)} ({SCHEDULERS[-1]}; for chrome://tracing)", stream)
     if args.json:
         print(json.dumps(_as_json(args, source, metrics), indent=1, ensure_ascii=False))
     write(format_took(progress.seconds, estimate_s), stream)
@@ -143,8 +149,8 @@ def _as_json(
         "requests": source.name,
         "rate": args.rate,
         "admission": args.admission,
-        "pools": args.pools,
-        "seed": args.seed,
+        "pools": args.settings.pools,
+        "seed": args.settings.seed,
         "schedulers": {name: result.as_json() for name, result in zip(SCHEDULERS, metrics, strict=True)},
     }
 

@@ -115,16 +115,16 @@ def run_disagg(args: argparse.Namespace) -> int:
             for engine in engines:
                 engine.wait()
         prefill, decode = (engine.url for engine in engines)
-        ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover, "--split-from", "0")
-        plain_router = stack.enter_context(router(folder, "router", *ways))
+        ways = ("--prefill", prefill, "--decode", decode)
+        steps = '[disaggregation]\nsplit_from = 0\nhandover = "overlap"\n'
+        plain_router = stack.enter_context(router(folder, "router", *ways, settings=steps))
         with progress.wait("starting the router"):
             plain_router.wait()
         with progress.wait("sending requests, one after the other", args.requests * request_s * slow):
             rows, same = _one_by_one(plain_router.url, prefill, decode, args.requests, progress)
         promise_s = _TTFT_TIMES * max(row.ttft_s for row in rows)
-        strict_router = stack.enter_context(
-            router(folder, "strict", *ways, "--admission", "early", "--ttft", f"{promise_s:.3f}s")
-        )
+        early = f'[admission]\nrule = "early"\nttft = "{promise_s:.3f}s"\n'
+        strict_router = stack.enter_context(router(folder, "strict", *ways, settings=steps + early))
         with progress.wait("starting a router that refuses early"):
             strict_router.wait()
         progress.say(f"a burst of {args.burst} requests, each with a promise of {promise_s:.2f} s to its first token")

@@ -225,9 +225,12 @@ def own_engine(folder: Path, name: str, store: str, role: str, *options: str) ->
     )
 
 
-def router(folder: Path, name: str, *options: str) -> AbstractContextManager[HttpServer]:
+def router(folder: Path, name: str, *options: str, settings: str = "") -> AbstractContextManager[HttpServer]:
+    """Run a router with ``settings``, in TOML."""
+    file = folder / f"{name}.toml"
+    file.write_text(settings, "utf-8")
     return http_server(
-        lambda port: [*_SKYMEMORY, "route", "--listen", f"127.0.0.1:{port}", *options],
+        lambda port: [*_SKYMEMORY, "route", "--listen", f"127.0.0.1:{port}", "--settings", str(file), *options],
         "the router",
         folder / f"{name}.log",
     )

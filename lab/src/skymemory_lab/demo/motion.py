@@ -598,7 +598,7 @@ def _demonstrate(
         for count, store in stores.items()
     )
     watch = StatusPoller(plan)
-    colour = screen.live and not args.no_color and has_colour(sys.stderr if args.json else sys.stdout)
+    colour = screen.live and has_colour(sys.stderr if args.json else sys.stdout)
     children = {child.host.name: child for child in started.children}
     flight = _Flight(plan, directory, children, gate, screen, watch, readers, placement, colour, time.time())
     try:

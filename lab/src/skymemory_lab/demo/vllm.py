@@ -34,6 +34,7 @@ from skymemory_lab.demo.resources import contention, slowdown
 
 _SAVED_S = 6.0
 """Wait before vLLM is stopped: values are stored after the answers."""
+_DOCUMENT_CHARACTERS = 4000
 _AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
 """Seconds of model and constellation, of a server's start, and of its answers."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
@@ -46,7 +47,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     else:
         check_model_folder(args.model)
     python = python_of_vllm(args.python)
-    document = shipped_document()[: args.characters]
+    document = shipped_document()[:_DOCUMENT_CHARACTERS]
     answers = []
     progress = Progress(sys.stderr)
     slow = slowdown(time.thread_time) * contention(1.6)  # API server and engine take turns for a part of it

@@ -38,7 +38,7 @@ _MOST_OFFERS = 4096
 """Limit of queued offers, whose blocks are leased."""
 _LATE = (
     "%d of %d blocks did not come within %g s, and are computed: the engine that prefills must have the same model, "
-    "--dtype, --block-tokens and --store"
+    "data type, --block-tokens and --store"
 )
 _LOG = logging.getLogger(__name__)
 

@@ -263,7 +263,7 @@ def _check_can_share(caches: PrefixCaches, settings: EngineSettings) -> None:
 def _context(ready: ReadyModel, context_tokens: int | None) -> int:
     limit = int(getattr(ready.model.config, "max_position_embeddings", 0) or context_tokens or 4096)
     if context_tokens is not None and not 2 <= context_tokens <= limit:
-        raise InvalidInput(f"--context {context_tokens}: expected 2 to {limit}, the model's context length")
+        raise InvalidInput(f"context: {context_tokens}: expected 2 to {limit}, the model's context length")
     return context_tokens or limit
 
 

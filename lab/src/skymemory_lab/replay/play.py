@@ -135,9 +135,9 @@ async def find_model(client: Client, model: str | None) -> Endpoint:
     listed = await client.models()
     names = [name for name, _ in listed]
     if model is None and len(listed) != 1:
-        raise InvalidInput(f"--model: name one of {', '.join(names) or 'those the endpoint serves (it lists none)'}")
+        raise InvalidInput(f"model: name one of {', '.join(names) or 'those the endpoint serves (it lists none)'}")
     if model is not None and names and model not in names:
-        raise InvalidInput(f"--model {model!r}: the endpoint serves {', '.join(names)}")
+        raise InvalidInput(f"model {model!r}: the endpoint serves {', '.join(names)}")
     chosen = names[0] if model is None else model
     client.target = replace(client.target, model=chosen)
     return Endpoint(chosen, dict(listed).get(chosen))

@@ -346,7 +346,7 @@ def _lateness(report: ReplayReport) -> Iterator[str]:
     if report.held_up:
         yield _line(
             "",
-            f"{report.held_up:,} requests were held up by --concurrency, the longest {_time(report.held_up_s)}: "
+            f"{report.held_up:,} requests were held up by `concurrency`, the longest {_time(report.held_up_s)}: "
             "times from their sending flatter the server",
         )
     if not report.sent_in_time:

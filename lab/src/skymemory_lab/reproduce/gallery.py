@@ -148,7 +148,7 @@ def gallery_page() -> str:
         "",
         "# Every figure and table",
         "",
-        "`skymemory figures --all` draws them at print size, or those whose names are given, each with the CSV",
+        "`skymemory figures all` draws them at print size, or those whose names are given, each with the CSV",
         "of its numbers. A picture leads to its SVG. What the claims amount to:",
         "[paper, model, physics, measured](reproduce/claims.md).",
     ]

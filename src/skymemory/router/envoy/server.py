@@ -237,7 +237,7 @@ def _source(settings: Settings, say: Callable[[str], None]) -> EndpointSource:
     picker = settings.picker
     if [bool(settings.backends), picker.endpoints is not None, bool(picker.discover)].count(True) != 1:
         raise InvalidInput(
-            "name the model servers in one way: --endpoint IP:PORT (or [[backends]]), --endpoints FILE or "
+            "name the model servers in one way: --endpoint IP:PORT (or [[backends]]), picker: endpoints or "
             "--discover NAME:PORT"
         )
     if picker.endpoints is not None:
@@ -257,17 +257,21 @@ def _check_events(settings: Settings, prefix_state: PrefixState) -> None:
     picker, name = settings.picker, prefix_state.scorer.name
     if event_index(prefix_state.scorer) is None:
         if picker.events_port or picker.replay_port:
-            raise InvalidInput(f"strategy {name!r} does not use KV events: leave out --kv-events and --kv-replay")
+            raise InvalidInput(
+                f"strategy {name!r} does not use KV events: leave out picker: events_port and replay_port"
+            )
         return
     own = picker.endpoints is not None or any(backend.events for backend in settings.backends)
     if not own and not picker.events_port:
         raise InvalidInput(
             f"strategy {name!r} needs the engines' KV events: name the address of each endpoint (`events`), or one "
-            "port for all (--kv-events PORT)"
+            "port for all (picker: events_port)"
         )
     unnamed = [backend.url for backend in settings.backends if not backend.models]
     if not picker.model and (unnamed or picker.discover):
-        raise InvalidInput(f"strategy {name!r} needs KV events, and so the endpoints' model (--model, `models`)")
+        raise InvalidInput(
+            f"strategy {name!r} needs KV events, and so the endpoints' model (picker: model, or `models`)"
+        )
 
 
 def _certificate(picker: PickerSettings) -> PemCertificate | None:

@@ -1,4 +1,4 @@
-"""``skymemory route --sidecar``: front end of a decode engine for pickers that name the prefill server in a header.
+"""Front end of a decode engine (``[sidecar]``) for pickers that name the prefill server in a header.
 
 As in llm-d's sidecar, ``x-prefiller-host-port`` (later ``x-llm-d-prefiller-host-port``) lists ``host:port``: the first
 prefills, the others are fallbacks (llm-d uses only one); the local engine answers. The older header wins: pickers of
@@ -102,7 +102,7 @@ class SidecarExchange(TwoStepExchange):
                 raise ApiError(400, f"{_OLD.decode()}: {error}") from error
             if not allowed.allow(host, port):
                 raise ApiError(
-                    403, f"{_OLD.decode()}: {word!r} is not among the allowed prefill servers (--prefillers)"
+                    403, f"{_OLD.decode()}: {word!r} is not among the allowed prefill servers (sidecar: prefillers)"
                 )
             prefillers.append((host, port))
         return prefillers

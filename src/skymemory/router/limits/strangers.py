@@ -37,8 +37,8 @@ class Strangers:
         if origin is None or self._may_ask(origin, host):
             return None
         return (
-            f"a web page of another origin ({_quoted(origin)}) asks; if it may, allow it with --cors-origin, or "
-            "`origins` of [cors] in the settings"
+            f"a web page of another origin ({_quoted(origin)}) asks; if it may, allow it with `origins` of "
+            "[cors] in the settings"
         )
 
     def _is_own(self, name: str) -> bool:

@@ -22,6 +22,7 @@ from skymemory.config import (
     duration,
     filled,
     integer,
+    one_of,
     positive,
     setting,
     size,
@@ -91,16 +92,7 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _one_of(*known: str) -> Any:
-    def read(value: object) -> str:
-        if value not in known:
-            raise InvalidInput(f"{value!r}; {suggestion(str(value), known)}")
-        return str(value)
-
-    return read
-
-
-_engine, _rule, _pattern = _one_of(*ENGINES), _one_of(*GATEWAY_RULES), _one_of(*PATTERNS)
+_engine, _rule, _pattern = one_of(*ENGINES), one_of(*GATEWAY_RULES), one_of(*PATTERNS)
 
 
 def _sizes(value: object) -> tuple[int, ...]:
@@ -718,8 +710,7 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
     try:
         shells = _shells_of(content, skip_bad)
     except InvalidInput as error:
-        reason = str(error).replace("skip bad records: --skip-bad", "skip_bad = true leaves bad records out")
-        raise InvalidInput(f"shell: tle: {path}: {reason}") from error
+        raise InvalidInput(f"shell: tle: {path}: {error}") from error
     if not 1 <= number <= len(shells):
         raise InvalidInput(
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
