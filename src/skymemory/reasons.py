@@ -105,5 +105,5 @@ UNANSWERED = frozenset({Miss.UNREACHABLE, Miss.TIMEOUT, Miss.OUT_OF_SIGHT})
 """Reasons of a store that did not answer."""
 INVALID = frozenset({Miss.CORRUPT, Miss.FOREIGN})
 """Reasons of bytes that are wrong for any reader: the value is deleted."""
-LOST = frozenset({Miss.MISSING, Miss.CORRUPT})
+LOST = (Miss.MISSING, Miss.CORRUPT)
 """Reasons that prove that a value of the sky is lost."""

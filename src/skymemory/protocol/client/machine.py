@@ -171,7 +171,7 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 def _passes_over(request: PacketRequest, transfer: ReadTransfer) -> bool:
     if not isinstance(transfer, ReplicatedRead):
         return False
-    return not transfer.missing or transfer.redirect(request.indices, request.satellite)
+    return not transfer.missing or transfer.redirect(request.indices, request.satellite, Miss.OTHER_VERSION)
 
 
 # The life of a read:
