@@ -50,7 +50,6 @@ _log = logging.getLogger(__name__)
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """Exceptions that a broken tier may raise; others are programming errors."""
 
-
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
 
