@@ -340,7 +340,7 @@ def test_a_block_of_an_opaque_layout_has_its_size_and_no_codec() -> None:
     sink = SimpleNamespace(place=lambda index, block: memoryview(out).__setitem__(slice(None), block))
     payload = bytes(range(3 * BLOCK))
     good = block_header(first, layout, RAW.codec_id, payload) + payload
-    assert cache.place(sink, 0, first, memoryview(good)) == "" and out == payload
+    assert cache.place(sink, 0, first, memoryview(good)) is None and out == payload
     shorter = OpaqueLayout("packed", BLOCK, 2 * BLOCK)
     small = block_header(first, shorter, RAW.codec_id, payload[: 2 * BLOCK]) + payload[: 2 * BLOCK]
     of_keys_and_values = block_header(first, LAYOUT, RAW.codec_id, Engine(TOKENS).truth(0)) + Engine(TOKENS).truth(0)
