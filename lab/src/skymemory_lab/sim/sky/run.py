@@ -173,10 +173,10 @@ class _ByModel(_Run):
             after_miss = False
             for at_s, host, put, key, value_bytes in request:
                 unseen = not self.sees(host, at_s)
-                reason = Unserved.UNSEEN if unseen else Miss.BEHIND_MISS if after_miss else Unserved.FIRST_USE
+                reason: Miss | Unserved = Miss.BEHIND_MISS if after_miss else Unserved.FIRST_USE
                 is_hit = not put and key in known and not unseen and not after_miss
                 if not put:
-                    self.hit(host) if is_hit else self.missed(host, reason)
+                    self.hit(host) if is_hit else self.missed(host, Unserved.UNSEEN if unseen else reason)
                     after_miss = not is_hit
                 if unseen:
                     if put or key not in known:
