@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 
 from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, StoreResult
+from skymemory.cache.tiers.store import TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
 from skymemory.kv.block import KVLayout, OpaqueLayout
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import PAYLOAD_AT, block_header
+from skymemory.store.base import KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sealed import SealedStore
 
@@ -145,6 +148,27 @@ def test_of_several_batches_none_behind_a_failed_block_is_used(monkeypatch: pyte
     result, engine = load(cache, TOKENS)
     assert result.loaded_blocks == 1 and set(engine.placed) == {0}
     assert result.failed_blocks == {"absent": 1, "behind a failed block": 3}
+
+
+class Foreign(MemoryStore):
+    """A store of someone else, with a reason of its own."""
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        values = super().complete_load(ticket)
+        ticket.report = LoadReport(tuple(KeyReport(reason="on strike") for _ in values), 0.0)  # type: ignore[arg-type]
+        return [None] * len(values)
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_an_unknown_reason_is_counted_by_its_text(tiered: bool) -> None:
+    store = Foreign()
+    cache = BlockCache(context(), LAYOUT, TieredStore([(store, TierSettings())]) if tiered else store)
+    save(cache, TOKENS)
+    result = load(cache, TOKENS)[0]
+    assert result.failed_blocks == {"on strike": 1, "behind a failed block": 4}
+    assert "1 blocks on strike" in result.describe()
+    assert cache.counters.get("failed_blocks_total", "on strike") == 1
+    cache.store.close()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -340,7 +364,7 @@ def test_a_block_of_an_opaque_layout_has_its_size_and_no_codec() -> None:
     sink = SimpleNamespace(place=lambda index, block: memoryview(out).__setitem__(slice(None), block))
     payload = bytes(range(3 * BLOCK))
     good = block_header(first, layout, RAW.codec_id, payload) + payload
-    assert cache.place(sink, 0, first, memoryview(good)) == "" and out == payload
+    assert cache.place(sink, 0, first, memoryview(good)) is None and out == payload
     shorter = OpaqueLayout("packed", BLOCK, 2 * BLOCK)
     small = block_header(first, shorter, RAW.codec_id, payload[: 2 * BLOCK]) + payload[: 2 * BLOCK]
     of_keys_and_values = block_header(first, LAYOUT, RAW.codec_id, Engine(TOKENS).truth(0)) + Engine(TOKENS).truth(0)

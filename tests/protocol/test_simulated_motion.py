@@ -95,7 +95,7 @@ def test_a_walk_of_the_box_with_readers_all_along(world, value_of, access):
         assert all(answer.ok for answer in answers.values())
         begin()
         done = sky.host.run(reads)
-        assert [done[number].report.failure for number in reads] == [""] * len(reads), moves
+        assert [done[number].report.failure for number in reads] == [None] * len(reads), moves
         assert all(bytes(out) == values[name] for name, out in outs)
         if at in (1, 4):
             name = "bc"[at // 4]

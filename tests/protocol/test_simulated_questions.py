@@ -83,7 +83,7 @@ def test_the_hop_limit_ends_a_journey(world, limit, status):
     answer = sky.host.machine.next_event()
     assert answer is not None and answer.number == number
     assert answer.ok == (status is None)
-    assert answer.report.failure == ("" if status is None else "unreachable")
+    assert answer.report.failure == (None if status is None else "unreachable")
     assert sky.counted("packets_unroutable") == (0 if status is None else 1)
 
 

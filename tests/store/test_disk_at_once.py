@@ -15,6 +15,7 @@ from tests.contract.store_contract import key, value
 
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.reasons import Miss
 from skymemory.store import disk, disk_files
 from skymemory.store.base import AtOnce, LoadTicket, Presence
 from skymemory.store.disk import DiskStore
@@ -187,7 +188,7 @@ def hierarchy(disk: DiskStore) -> TieredStore:
     return TieredStore([(MemoryStore(1 << 22), TierSettings(local=True)), (disk, settings)], HierarchySettings("never"))
 
 
-def load(store: TieredStore, keys: Sequence[bytes]) -> tuple[list[memoryview | None], list[str]]:
+def load(store: TieredStore, keys: Sequence[bytes]) -> tuple[list[memoryview | None], list[Miss | None]]:
     ticket = store.prepare_load(keys)
     found = store.complete_load(ticket)
     assert ticket.report is not None
@@ -204,7 +205,7 @@ def test_a_hierarchy_reads_from_the_kernels_memory_in_the_callers_thread_and_sur
         assert soon(lambda: load(tiers, KEYS)[0] == values), "stamps are due, and its thread writes them"
         asked = disk.asked
         for _ in range(5):
-            assert load(tiers, KEYS) == (values, [""] * 3)
+            assert load(tiers, KEYS) == (values, [None] * 3)
         assert disk.asked == asked, "from memory, without a thread of the tier"
         given_up = tiers.stats().get("tier_deadlines_total{disk}", 0)
         forget(tmp_path / "other" / "values" / file_name(KEYS[1]))

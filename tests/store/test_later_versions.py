@@ -25,8 +25,9 @@ from skymemory.cache.tiers.store import TieredStore, TierSettings
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.kv.codec.cachegen import CacheGen
-from skymemory.kv.value import LATER_VERSION, ValueHeader, block_name, is_sound_block, unpack_header, unpack_value
+from skymemory.kv.value import ValueHeader, block_name, is_sound_block, unpack_header, unpack_value
 from skymemory.native import crc32
+from skymemory.reasons import Miss
 from skymemory.store.base import Presence, Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
@@ -78,8 +79,8 @@ def test_a_block_with_a_later_header_is_a_miss_and_stays(change: str) -> None:
     replaced(store, hashes[2], bytes(wrong))
     result, engine = load(cache, np.append(TOKENS, 99))
     assert result.loaded_blocks == 2 and engine.right(result)
-    assert result.failed_blocks[LATER_VERSION] == 1
-    assert cache.counters.get("failed_blocks_total", LATER_VERSION) == 1
+    assert result.failed_blocks[Miss.LATER_VERSION] == 1
+    assert cache.counters.get("failed_blocks_total", Miss.LATER_VERSION) == 1
     assert cache.missing(hashes) == []  # so it is not stored again, over what a later release can read
     (kept,) = store.get_many([hashes[2]])
     assert kept == bytes(wrong)
@@ -91,7 +92,7 @@ def test_a_block_with_a_later_header_passes_through_tiers_and_is_deleted_in_none
     replaced(far, hashes[1], later(values[1]))
     tiers = TieredStore([(near, TierSettings(local=True)), (far, TierSettings(verify=is_sound_block))])
     result, _ = load(BlockCache(context(lossless=False), LAYOUT, tiers), np.append(TOKENS, 99))
-    assert result.loaded_blocks == 1 and result.failed_blocks[LATER_VERSION] == 1
+    assert result.loaded_blocks == 1 and result.failed_blocks[Miss.LATER_VERSION] == 1
     assert far.get_many([hashes[1]]) == [later(values[1])]
     assert tiers.stats().get("tier_corrupt_total{far}", 0) == 0
     tiers.close()
@@ -105,7 +106,7 @@ def test_a_payload_of_a_later_codec_is_a_miss_and_stays() -> None:
     header = ValueHeader(CacheGen.codec_id, LAYOUT.block_bytes, len(payload), LAYOUT, name)
     replaced(store, hashes[1], header.pack() + payload)
     result, _ = load(cache, np.append(TOKENS, 99))
-    assert result.loaded_blocks == 1 and result.failed_blocks[LATER_VERSION] == 1
+    assert result.loaded_blocks == 1 and result.failed_blocks[Miss.LATER_VERSION] == 1
     assert store.lookup([hashes[1]]) == [Presence.HIT]
 
 
@@ -116,7 +117,7 @@ def test_a_named_value_of_a_later_version_is_a_miss_that_says_so() -> None:
     assert value is not None
     replaced(store, named_key("greeting"), later(bytes(value)))
     outcome = get_named(store, "greeting")
-    assert (outcome.ok, outcome.reason) == (False, LATER_VERSION)
+    assert (outcome.ok, outcome.reason) == (False, Miss.LATER_VERSION)
     assert store.lookup([named_key("greeting")]) == [Presence.HIT]
 
 
@@ -137,7 +138,7 @@ def test_a_sealed_value_of_a_later_version_is_a_miss_and_stays() -> None:
     changed = bytes(value[:4]) + b"\2" + bytes(value[5:])
     replaced(below, hashes[1], changed)
     result, _ = load(cache, np.append(TOKENS, 99))
-    assert result.loaded_blocks == 1 and result.failed_blocks[LATER_VERSION] == 1
+    assert result.loaded_blocks == 1 and result.failed_blocks[Miss.LATER_VERSION] == 1
     assert below.get_many([hashes[1]]) == [changed]
     assert store.stats()["values_not_authentic"] == 0 and store.stats()["values_later_version"] >= 1
 
@@ -156,9 +157,9 @@ def test_a_redis_value_of_a_later_version_is_a_miss_and_stays(tmp_path: Path) ->
         raw.set(name, changed)
         ticket = store.prepare_load([key(1)])
         assert store.complete_load(ticket) == [None]
-        assert ticket.report is not None and ticket.report.keys[0].reason == LATER_VERSION
+        assert ticket.report is not None and ticket.report.keys[0].reason == Miss.LATER_VERSION
         assert raw.get(name) == changed
-        assert sum(count for name, count in store.stats().items() if LATER_VERSION in name) == 1
+        assert sum(count for name, count in store.stats().items() if Miss.LATER_VERSION in name) == 1
         assert store.put_many([(key(0), b"other"), (key(1), b"older"), (key(2), b"third")]) == [True, False, True]
         assert raw.get(name) == changed, "what is of a later version is not written over"
         assert store.get_many([key(0), key(2)]) == [b"other", b"third"]
@@ -225,7 +226,7 @@ def test_a_disk_stores_files_of_a_later_version_stay_and_are_misses(tmp_path: Pa
     assert store.get_many([key(1), key(2)]) == [None, b"b" * 1000]
     ticket = store.prepare_load([key(1)])
     store.complete_load(ticket)
-    assert ticket.report is not None and ticket.report.keys[0].reason == LATER_VERSION
+    assert ticket.report is not None and ticket.report.keys[0].reason == Miss.LATER_VERSION
     assert store.put_many([(key(1), b"c" * 1000)]) == [False]  # not over what a later release can read
     assert store.delete([key(1)]) == [False]
     assert store.stats()["later_version"] == 1

@@ -16,9 +16,10 @@ from tests.store.conftest import connection, put_forward, stopped, store_on, udp
 from skymemory import open_store
 from skymemory.errors import InvalidInput
 from skymemory.keys import MAX_KEY_ID, KeyRing, SecretKey, first_ring
+from skymemory.reasons import Miss
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import get_named, put_named
-from skymemory.store.sealed import NOT_AUTHENTIC, OVERHEAD_BYTES, UNKNOWN_KEY, SealedStore
+from skymemory.store.sealed import OVERHEAD_BYTES, SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.key_file import new_keys
 
@@ -109,9 +110,9 @@ def test_a_tampered_value_is_a_miss_and_counted(harm) -> None:
     below.put_many([(KEY, harm(bytes(below.get_many([KEY])[0])))])
     ticket = store.prepare_load([KEY, OTHER_KEY, KEY])
     assert store.complete_load(ticket) == [None, b"sound", None]
-    (reason,) = {key.reason for key in ticket.report.keys} - {""}
+    (reason,) = {key.reason for key in ticket.report.keys} - {None}
     store.release(ticket)
-    assert reason in (NOT_AUTHENTIC, UNKNOWN_KEY), "the number of a key may be that of one to come"
+    assert reason in (Miss.NOT_AUTHENTIC, Miss.UNKNOWN_KEY), "the number of a key may be that of one to come"
     assert store.stats()[f"values_{reason.replace(' ', '_')}"] == 1 and store.stats()["values_opened"] == 1
 
 
@@ -128,7 +129,7 @@ def test_another_tenants_values_are_misses_and_stay_where_they_are() -> None:
     mine, other = sealed(below), sealed(below, first_ring(os.urandom(32)))
     assert put_named(mine, "notes", b"secret").ok
     found = get_named(other, "notes")
-    assert found.value is None and found.reason == NOT_AUTHENTIC
+    assert found.value is None and found.reason == Miss.NOT_AUTHENTIC
     assert get_named(mine, "notes").value == b"secret"
 
 
@@ -153,13 +154,17 @@ def test_a_key_that_was_retired_differs_from_one_that_has_not_come_yet() -> None
     retired = both.without({1}, NOW_S)
     sealed(below).put_many([(KEY, b"old")])
     sealed(below, both).put_many([(OTHER_KEY, b"new")])
-    for ring, reasons in ((RING, ["", UNKNOWN_KEY]), (both, ["", ""]), (retired, [NOT_AUTHENTIC, ""])):
+    for ring, reasons in (
+        (RING, [None, Miss.UNKNOWN_KEY]),
+        (both, [None, None]),
+        (retired, [Miss.NOT_AUTHENTIC, None]),
+    ):
         store = sealed(below, ring)
         ticket = store.prepare_load([KEY, OTHER_KEY])
         store.complete_load(ticket)
         assert [key.reason for key in ticket.report.keys] == reasons
-        assert store.stats()["values_unknown_key"] == reasons.count(UNKNOWN_KEY)
-        assert store.stats()["values_not_authentic"] == reasons.count(NOT_AUTHENTIC)
+        assert store.stats()["values_unknown_key"] == reasons.count(Miss.UNKNOWN_KEY)
+        assert store.stats()["values_not_authentic"] == reasons.count(Miss.NOT_AUTHENTIC)
 
 
 @pytest.mark.parametrize("rotations", [1, 3, 40])

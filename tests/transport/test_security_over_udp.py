@@ -34,9 +34,10 @@ from skymemory.protocol.wire import (
     parse_packet,
     single,
 )
+from skymemory.reasons import Miss
 from skymemory.store.base import Presence
 from skymemory.store.named import NamedValues
-from skymemory.store.sealed import NOT_AUTHENTIC, SealedStore
+from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 
@@ -251,7 +252,7 @@ def test_a_payload_changed_on_a_satellite_is_a_miss_though_all_checksums_are_rig
         assert store.put_many([(KEY, ciphertext)]) == [True]
         ticket = sealed.prepare_load([KEY])
         assert sealed.complete_load(ticket) == [None]
-        assert ticket.report is not None and ticket.report.keys[0].reason == NOT_AUTHENTIC
+        assert ticket.report is not None and ticket.report.keys[0].reason == Miss.NOT_AUTHENTIC
         assert sealed.stats()["values_not_authentic"] == 1
 
 

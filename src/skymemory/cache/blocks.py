@@ -33,7 +33,6 @@ from skymemory.kv.block import BlockHash, KVLayout, OpaqueLayout, Tokens, hash_b
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import (
-    LATER_VERSION,
     PAYLOAD_AT,
     ForeignBlock,
     block_header,
@@ -42,19 +41,14 @@ from skymemory.kv.value import (
 )
 from skymemory.metrics import Counters
 from skymemory.native import Rows
+from skymemory.reasons import INVALID, UNANSWERED, Miss
 from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store
-from skymemory.store.sealed import NOT_AUTHENTIC
 from skymemory.units import format_duration, format_size
 
 _log = logging.getLogger(__name__)
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """Exceptions that a broken tier may raise; others are programming errors."""
-FAILING_REASONS = frozenset({"unreachable", "timeout", "out of sight"})
-"""Miss reasons of a store that did not answer."""
-TOO_SHORT = "shorter than a block"
-_INVALID = ("corrupt", "foreign")
-"""Reasons of bytes that are wrong for any reader; the block is deleted."""
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
@@ -148,10 +142,10 @@ class LoadResult:
     found_blocks: int = 0
     loaded_blocks: int = 0
     """Leading valid blocks; of windowed layers, only those in the last window."""
-    failed_blocks: Mapping[str, int] = field(default_factory=dict)
+    failed_blocks: Mapping[Miss, int] = field(default_factory=dict)
     """Blocks found but unusable, by reason."""
-    not_found: str = ""
-    """Miss reason of the next block, or ``TOO_SHORT``; empty if all were found."""
+    not_found: Miss | None = None
+    """Reason why the next block was not found; None if all were."""
     size_bytes: int = 0
     retransmitted: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -284,7 +278,7 @@ class LeasedBatch:
 @dataclass(slots=True)
 class LoadTally:
     tiers: list[str] = field(default_factory=list)
-    failed: Counter[str] = field(default_factory=Counter)
+    failed: Counter[Miss] = field(default_factory=Counter)
     size_bytes: int = 0
     retransmitted: int = 0
 
@@ -347,7 +341,7 @@ class BlockCache:
         try:
             while batches and not tally.failed:
                 if tally.tiers and computing_s is not None and self.clock() - started_s > computing_s:
-                    tally.failed["deadline"] += 1
+                    tally.failed[Miss.DEADLINE] += 1
                     break
                 self._load_batch(batches[0], sink, tally, phase)
                 self.release(batches.pop(0).ticket)
@@ -355,7 +349,7 @@ class BlockCache:
             for batch in batches:
                 self.release(batch.ticket)
         if tally.failed and (following := len(hashes) - len(tally.tiers) - 1):
-            tally.failed["behind a failed block"] += following
+            tally.failed[Miss.BEHIND_FAILED] += following
 
     def stored(self, hashes: Sequence[BlockHash]) -> list[bool]:
         try:
@@ -425,7 +419,7 @@ class BlockCache:
             self.tier_failed()
             return 0
 
-    def miss_reason(self, block_hash: BlockHash) -> str:
+    def miss_reason(self, block_hash: BlockHash) -> Miss | None:
         ticket = None
         try:
             ticket = self.store.prepare_load([block_hash])
@@ -433,12 +427,12 @@ class BlockCache:
             report = ticket.report
         except TIER_FAILURES:
             self.tier_failed()
-            reason = "unreachable"
+            reason: Miss | None = Miss.UNREACHABLE
         else:
-            reason = "stored just now" if loaded else report.keys[0].reason if report is not None else "absent"
+            reason = Miss.STORED_JUST_NOW if loaded else report.keys[0].reason if report is not None else Miss.ABSENT
         finally:
             self.release(ticket)
-        self._log_state(reason not in FAILING_REASONS)
+        self._log_state(reason not in UNANSWERED)
         return reason
 
     def _log_state(self, answering: bool) -> None:
@@ -483,7 +477,7 @@ class BlockCache:
             for offset, block_hash in enumerate(batch.hashes):
                 value = values[offset] if offset < len(values) else None
                 if value is None:
-                    tally.failed[(keys[offset].reason if keys else "") or "unreachable"] += 1
+                    tally.failed[(keys[offset].reason if keys else None) or Miss.UNREACHABLE] += 1
                     self.delete_sealed(batch.hashes, keys)
                     return
                 crc = batch.ticket.placed.get(offset) if batch.ticket is not None else None
@@ -505,7 +499,7 @@ class BlockCache:
     @contextmanager
     def _placing(
         self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
-    ) -> Iterator[list[Future[str]]]:
+    ) -> Iterator[list[Future[Miss | None]]]:
         threads = min(getattr(sink, "threads", 1), len(values))
         if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
             yield []
@@ -518,50 +512,49 @@ class BlockCache:
                 for at, value in enumerate(values[: len(batch.hashes)])
             ]
 
-    def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
-        """Place a block as block 0; returns the failure reason, or ""."""
+    def fetch(self, block_hash: BlockHash, sink: BlockSink) -> None:
+        """Place a block as block 0, if it is stored."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(self.layout.block_tokens)):
                 (value,) = self.store.get_many([block_hash])
         except TIER_FAILURES:
             self.tier_failed()
-            return "unreachable"
-        if value is None:
-            return "absent"
-        if failure := self.place(sink, 0, block_hash, value):
+            return
+        if value is not None and (failure := self.place(sink, 0, block_hash, value)):
             self.delete_invalid(block_hash, failure)
-        return failure
 
-    def _verify_placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
-        def check() -> str:
+    def _verify_placed(
+        self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int
+    ) -> Miss | None:
+        def check() -> Miss | None:
             size_bytes = PAYLOAD_AT + self.layout.block_bytes
             if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
-                return "codec not readable"  # as large as a raw block, and so in the wrong places
+                return Miss.CODEC_NOT_READABLE  # as large as a raw block, and so in the wrong places
             sink.on_block(index)
-            return ""
+            return None
 
         return _failure_of(check)
 
-    def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
-        """Verify, decode and place a stored block; returns the failure reason, or ""."""
+    def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> Miss | None:
+        """Verify, decode and place a stored block; returns the reason of a failure."""
         return _failure_of(lambda: self._decode(sink, index, block_hash, value))
 
-    def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
+    def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> Miss | None:
         layout = self.layout
         codec_id, payload = open_block(value, block_hash, layout)
         codec = self._readable.get(codec_id)
         if codec is None:
-            return "codec not readable"
+            return Miss.CODEC_NOT_READABLE
         if codec is RAW and payload.nbytes == layout.block_bytes:  # straight from the store's memory: one copy less
             sink.place(index, payload)
-            return ""
+            return None
         if isinstance(layout, OpaqueLayout):
-            return "foreign"
+            return Miss.FOREIGN
         block = memoryview(bytearray(layout.block_bytes))
         codec.decode(payload, layout, block)
         sink.place(index, block)
-        return ""
+        return None
 
     def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, buffer: bytearray) -> memoryview | None:
         value = memoryview(buffer)
@@ -592,15 +585,15 @@ class BlockCache:
         except TIER_FAILURES:
             self.tier_failed()
 
-    def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
+    def delete_invalid(self, block_hash: BlockHash, failure: Miss) -> None:
         """Delete a block with wrong bytes, so that it is stored again."""
-        if failure in _INVALID:
+        if failure in INVALID:
             self._delete(block_hash)
 
     def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
         """Delete blocks that no key opens, as they would always miss. Blocks of a key not distributed yet stay."""
         for block_hash, report in zip(hashes, reports, strict=False):
-            if report.reason == NOT_AUTHENTIC:
+            if report.reason is Miss.NOT_AUTHENTIC:
                 self._delete(block_hash)
 
     def release(self, ticket: LoadTicket | None) -> None:
@@ -628,17 +621,17 @@ class BlockCache:
             self.counters.add("hit_tokens_total", tokens, tier)
 
 
-def _failure_of(place: Callable[[], str]) -> str:
+def _failure_of(place: Callable[[], Miss | None]) -> Miss | None:
     try:
         return place()
     except CodecUnavailable:
-        return "codec not installed"
+        return Miss.CODEC_NOT_INSTALLED
     except ForeignBlock:
-        return "foreign"
+        return Miss.FOREIGN
     except LaterVersion:
-        return LATER_VERSION
+        return Miss.LATER_VERSION
     except MalformedPacket:
-        return "corrupt"
+        return Miss.CORRUPT
 
 
 # --- parts: the blocks of a model with sliding-window layers, stored separately for each attention span ---
@@ -723,9 +716,9 @@ class Parts:
             with phase("lookup"):
                 wanted = min(count // block, -(-limit_tokens // block))
                 found_blocks = loading.find_prefix(wanted)
-                not_found = (
-                    loading.miss_reason(found_blocks) if found_blocks < wanted else "" if hashes[0] else TOO_SHORT
-                )
+                not_found = None if hashes[0] else Miss.TOO_SHORT
+                if found_blocks < wanted:
+                    not_found = loading.miss_reason(found_blocks)
             loaded = loading.load(found_blocks)
         result = LoadResult(
             prompt_tokens=count,
@@ -829,7 +822,7 @@ class BlockLookup:
                 known.setdefault(index, present)  # a failed load outweighs the lookup
         return np.array([known[index] for index in indices], bool)
 
-    def miss_reason(self, found_blocks: int) -> str:
+    def miss_reason(self, found_blocks: int) -> Miss | None:
         for number, part in enumerate(self._parts):
             visible = (
                 self._get_visible_blocks(number, found_blocks + 1)
@@ -839,7 +832,7 @@ class BlockLookup:
             for index in visible:
                 if not self._known[number].get(index, True):
                     return part.blocks.miss_reason(self._hashes[number][index])
-        return ""
+        return None
 
 
 class _Loading(BlockLookup):
@@ -857,7 +850,7 @@ class _Loading(BlockLookup):
         self._phase = phase
         self.computing_s = computing_s
         self._placed: list[dict[int, str]] = [{} for _ in parts]
-        self._failed: Counter[str] = Counter()
+        self._failed: Counter[Miss] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
 
@@ -871,7 +864,7 @@ class _Loading(BlockLookup):
         while loaded := self._longest(loaded):
             if all(self._place(number, self._get_visible_blocks(number, loaded)) for number in self._windows):
                 break
-            if "deadline" in self._failed:
+            if Miss.DEADLINE in self._failed:
                 return 0
         return loaded
 
@@ -901,11 +894,11 @@ class _Loading(BlockLookup):
             tokens[tiers.get(index, nearest)] += self._end(index + 1) - self._end(index)
         return dict(tokens)
 
-    def failures(self, blocks: int) -> dict[str, int]:
+    def failures(self, blocks: int) -> dict[Miss, int]:
         if not blocks:
             return {}
         reason = next(iter(self._failed))
-        return {reason: 1, "behind a failed block": blocks - 1} if blocks > 1 else {reason: 1}
+        return {reason: 1, Miss.BEHIND_FAILED: blocks - 1} if blocks > 1 else {reason: 1}
 
 
 class _OffsetSink:

@@ -201,18 +201,18 @@ def _probing(store: Store) -> dict[str, int | float]:
 
 
 def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
-    from skymemory.store.named import SEALED, get_named
-    from skymemory.store.sealed import NOT_AUTHENTIC, UNKNOWN_KEY
+    from skymemory.reasons import Miss
+    from skymemory.store.named import get_named
 
     result = get_named(edge, args.key)
     if result.value is None:
-        if result.reason == SEALED:
+        if result.reason == Miss.SEALED:
             raise NotStored(f"{quoted(args.key)} is sealed: read it with --seal FILE, the keys that it was sealed with")
-        if result.reason == NOT_AUTHENTIC:
+        if result.reason == Miss.NOT_AUTHENTIC:
             raise NotStored(
                 f"{quoted(args.key)} does not open with {args.seal}: it was sealed with other keys, or not at all"
             )
-        if result.reason == UNKNOWN_KEY:
+        if result.reason == Miss.UNKNOWN_KEY:
             raise NotStored(
                 f"{quoted(args.key)} was sealed with a later key than {args.seal} has: copy the newer key file here"
             )

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skymemory.cache.blocks import FAILING_REASONS
 from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.engine.plugin import PluginSettings, PluginStore
 from skymemory.engine.vllm.identity import EngineReport
 from skymemory.engine.vllm.settings import TESTED_VERSIONS, is_tested
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.kv.context import CacheContext
+from skymemory.reasons import UNANSWERED
 from skymemory.store.base import Store
 from skymemory.store.redis import RedisStore
 from skymemory.testbed.open_store import open_store
@@ -132,7 +132,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, str
 def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
     name, started_s = kvc.store.name, time.perf_counter()
     before = kvc.get_cache_ids(ids).result
-    if before.not_found in FAILING_REASONS:
+    if before.not_found in UNANSWERED:
         return False, (
             f"{name} is {before.not_found}: every prompt is computed. Is it running, and is its address right?"
         )

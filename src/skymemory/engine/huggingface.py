@@ -47,6 +47,7 @@ from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.metrics import Counters
+from skymemory.reasons import Miss
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
@@ -260,7 +261,7 @@ class KVCManager:
             if self._unservable:
                 cache = self._empty(len(ids))
                 blocks = len(ids) // self.layout.block_tokens
-                cache.result = LoadResult(len(ids), blocks=blocks, failed_blocks={"unservable model": blocks})
+                cache.result = LoadResult(len(ids), blocks=blocks, failed_blocks={Miss.UNSERVABLE: blocks})
             else:
                 cache = self._load(ids, max(0, len(ids) - 1), seconds, account=True)
                 cache.rewind()
@@ -317,7 +318,7 @@ class KVCManager:
         account: bool,
     ) -> LoadResult:
         block = self.layout.block_tokens
-        result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={"no state": len(ids) // block})
+        result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={Miss.NO_STATE: len(ids) // block})
         for index in stored.find(ids, limit_tokens // block):
             stop = (index + 1) * block
             state = stored.load(ids, index)

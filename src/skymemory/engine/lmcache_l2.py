@@ -24,6 +24,7 @@ from lmcache.v1.platform import create_event_notifier
 from skymemory.engine.plugin import GONE, PluginSettings, PluginStore, warn_untested
 from skymemory.kv.context import CacheContext
 from skymemory.metrics import SharedCounters
+from skymemory.reasons import Miss
 
 _OBJECT_BYTES = 32 << 20
 """Assumed size, as of an 8B model: it determines batches; the true size is known later."""
@@ -116,7 +117,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return L2StoreResult(False, 0)
         try:
             if not self._says_what_they_are(objects):
-                self.values.counters.add("refused_total", len(keys), "kv_dtype is missing")
+                self.values.counters.add("refused_total", len(keys), Miss.UNKNOWN_TYPE)
                 return L2StoreResult(False, 0)
             saved = self.values.save(
                 [_name(key) for key in keys], lambda at: [_about(objects[at]), _bytes_of(objects[at])]

@@ -28,8 +28,9 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueT
 from skymemory.kv.block import key_hash
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import CacheContext
-from skymemory.kv.value import LATER_VERSION, ValueHeader, block_name, unpack_value
+from skymemory.kv.value import ValueHeader, block_name, unpack_value
 from skymemory.metrics import SharedCounters
+from skymemory.reasons import INVALID, Miss
 from skymemory.store.base import Buffer, Presence, Store
 from skymemory.testbed.open_store import kinds_of, open_store
 
@@ -153,9 +154,9 @@ class PluginStore:
 
     def load_or_say_why(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
-    ) -> list[str]:
-        """Load as ``load``; returns miss reasons, empty if loaded."""
-        reasons: list[str] = []
+    ) -> list[Miss | None]:
+        """Load as ``load``; returns for each the reason of a miss."""
+        reasons: list[Miss | None] = []
         batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
         ends_s = time.monotonic() + self._load_deadline_s
         while len(reasons) < len(names) and not (is_prefix and any(reasons)):
@@ -163,16 +164,15 @@ class PluginStore:
                 if not left_s():
                     break
                 reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
-        why = _BEHIND if is_prefix and any(reasons) else _LATE
-        not_tried = [why] * (len(names) - len(reasons))
-        if not_tried:
-            self.counters.add("misses_total", len(not_tried), why)
+        why = Miss.BEHIND_MISS if is_prefix and any(reasons) else Miss.DEADLINE
+        if not_tried := len(names) - len(reasons):
+            self.counters.add("misses_total", not_tried, why)
         self._log()
-        return reasons + not_tried
+        return reasons + [why] * not_tried
 
-    def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[str]:
+    def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[Miss | None]:
         keys = [self.key(name) for name in names]
-        reasons = ["unreachable"] * len(keys)
+        reasons: list[Miss | None] = [Miss.UNREACHABLE] * len(keys)
         ticket = None
         try:
             ticket = self._store.prepare_load(keys)
@@ -180,25 +180,25 @@ class PluginStore:
             reports = ticket.report.keys if ticket.report is not None else ()
             for at, (key, value) in enumerate(zip(keys, values, strict=True)):
                 if value is None:
-                    reason = reports[at].reason if reports else "absent"
-                    reasons[at] = reason if reason != "absent" or left_s() else _LATE
+                    reason = reports[at].reason if reports else Miss.ABSENT
+                    reasons[at] = reason if reason is not Miss.ABSENT or left_s() else Miss.DEADLINE
                     continue
                 payload = _payload(key, value)
-                if isinstance(payload, str):
+                if isinstance(payload, Miss):
                     reasons[at] = payload
                     continue
-                reasons[at] = "" if place(first + at, payload) else "no room"
+                reasons[at] = None if place(first + at, payload) else Miss.NO_ROOM
                 self.counters.add("loaded_bytes_total", payload.nbytes if not reasons[at] else 0)
         except Exception as error:
             self._failed(error)
         finally:
             if ticket is not None:
                 self._store.release(ticket)
-        wrong = [key for key, reason in zip(keys, reasons, strict=True) if reason in _WRONG]
+        wrong = [key for key, reason in zip(keys, reasons, strict=True) if reason in INVALID]
         if wrong:  # present values are not stored again, so they would stay wrong
             self.delete(wrong)
         for reason in reasons:
-            self.counters.add("misses_total" if reason else "hits_total", 1, reason)
+            self.counters.add("misses_total" if reason else "hits_total", 1, reason or "")
         return reasons
 
     def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> SavedValues:
@@ -213,7 +213,7 @@ class PluginStore:
             part = missing[start : start + batch]
             with _until(ends_s if start else math.inf):
                 if not left_s():
-                    self.counters.add("refused_total", len(missing) - start, _LATE)
+                    self.counters.add("refused_total", len(missing) - start, Miss.DEADLINE)
                     break
                 for at, stored in zip(
                     part, self._put([(self.key(names[at]), partial(read, at)) for at in part]), strict=True
@@ -223,7 +223,7 @@ class PluginStore:
         return SavedValues(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
 
     def _put(self, values: Sequence[tuple[bytes, Callable[[], Sequence[Buffer]]]]) -> list[bool]:
-        reason = "no room, or no answer"
+        reason = Miss.NOT_TAKEN
         stored = [False] * len(values)
         try:
             items = [(key, _framed(key, read())) for key, read in values]
@@ -236,7 +236,7 @@ class PluginStore:
                 "stored_bytes_total", sum(len(value) for (_, value), ok in zip(items, stored, strict=True) if ok)
             )
         except ValueTooLarge as error:
-            reason = "too large"
+            reason = Miss.TOO_LARGE
             self._logger.warning("a value is not stored: %s", error)
         except Exception as error:
             self._failed(error)
@@ -260,7 +260,7 @@ class PluginStore:
             if room:
                 self._queued_bytes += size_bytes
         if not room:
-            self.counters.add("refused_total", 1, "queue full")
+            self.counters.add("refused_total", 1, Miss.QUEUE_FULL)
         return room
 
     def dequeue(self, size_bytes: int) -> None:
@@ -288,11 +288,8 @@ class PluginStore:
         self._logger.info("SkyMemory: %s", counts or "not used")
 
 
-_BEHIND = "behind a miss"
-_LATE = "deadline"
-_WRONG = ("corrupt", "foreign")
-GONE = ("absent", *_WRONG)
-"""Miss reasons after which the value is not in the store."""
+GONE = INVALID | {Miss.ABSENT}
+"""Reasons after which the value is not in the store."""
 
 
 def _until(ends_s: float) -> AbstractContextManager[None]:
@@ -315,15 +312,15 @@ def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
     return b"".join((ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=block_name(key, crc)).pack(), *pieces))
 
 
-def _payload(key: bytes, value: memoryview) -> memoryview | str:
+def _payload(key: bytes, value: memoryview) -> memoryview | Miss:
     try:
         header, payload = unpack_value(value)
     except LaterVersion:
-        return LATER_VERSION
+        return Miss.LATER_VERSION
     except MalformedPacket:
-        return "corrupt"
+        return Miss.CORRUPT
     if header.codec_id != RAW.codec_id or header.layout is not None or header.raw_bytes != payload.nbytes:
-        return "foreign"
+        return Miss.FOREIGN
     if header.name != block_name(key, native.crc32(payload)):
-        return "corrupt" if header.name[:-8] == block_name(key, 0)[:-8] else "foreign"
+        return Miss.CORRUPT if header.name[:-8] == block_name(key, 0)[:-8] else Miss.FOREIGN
     return payload

@@ -31,8 +31,7 @@ HEADER_VERSION = 1
 MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
 """Limit of decoded values, checked before anything is allocated."""
-LATER_VERSION = "later version"
-"""Miss reason of a value that only a later release can read; it stays."""
+
 BYTES_DTYPE = "bytes"
 
 _MAGIC = b"SKYV"

@@ -35,6 +35,7 @@ from skymemory.errors import InvalidInput
 from skymemory.forks import Owner
 from skymemory.kv.block import Place
 from skymemory.native import Rows
+from skymemory.reasons import Miss
 
 if TYPE_CHECKING:
     from typing import Self
@@ -69,8 +70,7 @@ class KeyReport:
     size_bytes: int = 0
     seconds: float = 0.0
     retransmitted: int = 0
-    reason: str = ""
-    """Reason of a miss: "absent", "corrupt", "unreachable" …"""
+    reason: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True)

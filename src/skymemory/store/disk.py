@@ -22,8 +22,8 @@ import numpy as np
 from skymemory.errors import InvalidInput, LaterVersion, no_room_reason
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.forks import OwnLock
-from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
+from skymemory.reasons import Miss
 from skymemory.store.accounting import BudgetedStore, Inventory, StoredEntry
 from skymemory.store.base import (
     LEASE_S,
@@ -201,7 +201,7 @@ class DiskStore(BudgetedStore):
     def _read(self, key: bytes, entry: StoredEntry, out: memoryview) -> Reading:
         """Read without the lock. A file replaced meanwhile is read again; a removed file is absent, not damaged."""
         reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
-        if reading.view is not None:
+        if reading.reason is None:
             return reading
         with self._lock:
             now = self._inventory.entries.get(key)
@@ -409,12 +409,12 @@ class Reading:
 
     view: memoryview | None
     seconds: float = 0.0
-    reason: str = ""
+    reason: Miss | None = None
     lost: bool = False
 
 
-ABSENT = Reading(None, reason="absent")
-LATER = Reading(None, reason=LATER_VERSION)
+ABSENT = Reading(None, reason=Miss.ABSENT)
+LATER = Reading(None, reason=Miss.LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
@@ -422,10 +422,10 @@ def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]
     try:
         is_whole = read_value(path, key, out)
     except OSError as error:
-        reason = "absent" if error.errno == errno.ENOENT else "unreadable"
+        reason = Miss.ABSENT if error.errno == errno.ENOENT else Miss.UNREADABLE
         return Reading(None, clock() - started_s, reason, error.errno in FAULTS_OF_THE_FILE)
     if not is_whole:
-        return Reading(None, clock() - started_s, "corrupt", lost=True)
+        return Reading(None, clock() - started_s, Miss.CORRUPT, lost=True)
     return Reading(out.toreadonly(), clock() - started_s)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.metrics import Counters
+from skymemory.reasons import Miss
 from skymemory.store.accounting import BudgetedStore, Inventory, size_of
 from skymemory.store.base import (
     LEASE_S,
@@ -90,7 +91,7 @@ class MemoryStore(BudgetedStore):
             seconds = self._clock() - started_s
             ticket.report = LoadReport(
                 tuple(
-                    KeyReport(reason="absent") if value is None else KeyReport(self._name, len(value), seconds)
+                    KeyReport(reason=Miss.ABSENT) if value is None else KeyReport(self._name, len(value), seconds)
                     for value in values
                 ),
                 seconds,

@@ -12,14 +12,14 @@ from typing import Protocol, runtime_checkable
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
 from skymemory.kv.codec.base import RAW
-from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_header, unpack_value
+from skymemory.kv.value import ValueHeader, unpack_header, unpack_value
+from skymemory.reasons import Miss
 from skymemory.store.base import Buffer, Expiring, Presence, Store, StoreTicket, check_items
 from skymemory.store.sealed import is_sealed
 from skymemory.store.wrappers import Wrapped
 
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 
-SEALED = "sealed"
 
 NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
 
@@ -49,6 +49,7 @@ class NamedOutcome:
     seconds: float
     retransmitted: int = 0
     reason: str = ""
+    """Reason in words if not ``ok``: a ``Miss``, or more."""
 
 
 def named_key(name: str) -> bytes:
@@ -90,8 +91,8 @@ def get_named(store: Store, name: str) -> NamedOutcome:
     seconds = report.seconds if report is not None else 0.0
     retransmitted = report.retransmitted if report is not None else 0
     if value is None:
-        reason = report.keys[0].reason if report is not None else ""
-        return NamedOutcome(False, None, seconds, retransmitted, reason or "absent")
+        reason = report.keys[0].reason if report is not None else None
+        return NamedOutcome(False, None, seconds, retransmitted, reason or Miss.ABSENT)
     payload = named_payload(value, name)
     if isinstance(payload, str):
         return NamedOutcome(False, None, seconds, retransmitted, payload)
@@ -100,14 +101,14 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 def named_payload(value: memoryview, name: str) -> memoryview | str:
     if is_sealed(value):
-        return SEALED
+        return Miss.SEALED
     try:
         header, payload = unpack_value(value)
     except LaterVersion:
-        return LATER_VERSION
+        return Miss.LATER_VERSION
     except MalformedPacket as error:
-        return f"corrupt: {error}"
-    return payload if header.name == name else f"foreign: its name is {header.name!r}"
+        return f"{Miss.CORRUPT}: {error}"
+    return payload if header.name == name else f"{Miss.FOREIGN}: its name is {header.name!r}"
 
 
 def unwrap_store(store: Store) -> Store:

@@ -14,9 +14,10 @@ from typing import Any
 
 from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge, missing_extra
 from skymemory.forks import Owner
-from skymemory.kv.value import LATER_VERSION, crc_by_header
+from skymemory.kv.value import crc_by_header
 from skymemory.metrics import SharedCounters
 from skymemory.native import crc32
+from skymemory.reasons import Miss
 from skymemory.store.base import (
     Buffer,
     KeyReport,
@@ -102,13 +103,13 @@ class RedisStore(RemoteStore):
             self._later.pop(key, None)
             if isinstance(value, memoryview):
                 loaded_bytes += value.nbytes
-            elif value == "corrupt":
+            elif value is Miss.CORRUPT:
                 corrupt.append(key)
-            elif value == LATER_VERSION:
+            elif value is Miss.LATER_VERSION:
                 self._later[key] = None
                 while len(self._later) > _MOST_LATER:
                     self._later.pop(next(iter(self._later)), None)
-            if isinstance(value, str) and value != "absent":
+            if isinstance(value, Miss) and value is not Miss.ABSENT:
                 self._counters.add("failed", label=value)
         self._ask_each(b"DEL", corrupt)
         self._rate.learn(loaded_bytes, seconds)
@@ -116,17 +117,17 @@ class RedisStore(RemoteStore):
             self._value_bytes = loaded_bytes / sum(isinstance(value, memoryview) for value in outcomes.values())
         results = [outcomes[key] for key in ticket.keys]
         self._counters.add("hits", sum(isinstance(value, memoryview) for value in results))
-        self._counters.add("misses", sum(isinstance(value, str) for value in results))
+        self._counters.add("misses", sum(isinstance(value, Miss) for value in results))
         ticket.report = LoadReport(
             tuple(
                 KeyReport(seconds=seconds, reason=value)
-                if isinstance(value, str)
+                if isinstance(value, Miss)
                 else KeyReport(self._name, value.nbytes, seconds)
                 for value in results
             ),
             seconds,
         )
-        return [None if isinstance(value, str) else value for value in results]
+        return [None if isinstance(value, Miss) else value for value in results]
 
     def release(self, ticket: LoadTicket) -> None:
         self._loads.discard(ticket)
@@ -152,16 +153,14 @@ class RedisStore(RemoteStore):
             replies = iter(self._link.ask(commands, _at_once(mean_bytes)))
         stored, unanswered = [], set()
         for key, _ in ticket.items:
-            reply = LATER_VERSION if key in later else next(replies)
+            reply = Miss.LATER_VERSION if key in later else next(replies)
             stored.append(reply in (b"OK", "OK"))
             if not stored[-1]:
-                label = "unreachable" if isinstance(reply, Unreachable) else "refused"
+                failure, ticket.reason = Miss.REFUSED, f"the server refused: {reply}"
                 if isinstance(reply, Unreachable):
                     unanswered.add(key)
-                ticket.reason = (
-                    "the server does not answer" if label == "unreachable" else f"the server refused: {reply}"
-                )
-                self._counters.add("failed", label=LATER_VERSION if reply == LATER_VERSION else label)
+                    failure, ticket.reason = Miss.UNREACHABLE, "the server does not answer"
+                self._counters.add("failed", label=reply if isinstance(reply, Miss) else failure)
         self._counters.add("stored", sum(stored))
         ticket.seconds, ticket.unanswered = self._clock() - started_s, frozenset(unanswered)
         return stored
@@ -246,18 +245,18 @@ def _trailer(crc: int) -> bytes:
     return _MARK + crc.to_bytes(4, "little")
 
 
-def opened(key: bytes, reply: object) -> memoryview | str:
+def opened(key: bytes, reply: object) -> memoryview | Miss:
     if reply is None:
-        return "absent"
+        return Miss.ABSENT
     if isinstance(reply, Unreachable):
-        return "unreachable"
+        return Miss.UNREACHABLE
     if not isinstance(reply, bytes):
-        return "refused"
+        return Miss.REFUSED
     data = memoryview(reply)
     value, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:]
     if len(data) < TRAILER_BYTES or not is_trailer_of(key, value, trailer):
         later = trailer[:3] == _MARK[:3] and _MARK[3] < trailer[3] <= ord("9")
-        return LATER_VERSION if later else "corrupt"
+        return Miss.LATER_VERSION if later else Miss.CORRUPT
     return value
 
 

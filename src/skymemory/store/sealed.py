@@ -18,8 +18,8 @@ from typing import Any
 from skymemory.errors import InvalidInput, missing_extra
 from skymemory.forks import Owner
 from skymemory.keys import KeyRing
-from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import Counters
+from skymemory.reasons import Miss
 from skymemory.store.base import (
     Buffer,
     BufferPool,
@@ -37,10 +37,7 @@ NONCE_BYTES, TAG_BYTES = 12, 16
 _MAGIC, _VERSION = b"SKYE", 1
 _HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
-NOT_AUTHENTIC = "not authentic"
-"""Reason of a miss: another tenant's value, tampering, or a retired key."""
-UNKNOWN_KEY = "unknown key"
-"""Reason of a miss: the secret has not arrived yet. The value stays."""
+
 _PURPOSE = b"skymemory payloads 1"
 
 
@@ -93,25 +90,25 @@ class SealedStore(Wrapped):
         out[: len(head)] = head
         self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
 
-    def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> str:
-        """Open into ``out``; return the reason of a failure, or ""."""
+    def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> Miss | None:
+        """Open into ``out``; return the reason of a failure."""
         if is_sealed(sealed) and bytes(sealed[4:5]) > bytes([_VERSION]):
-            return LATER_VERSION
+            return Miss.LATER_VERSION
         if len(sealed) < OVERHEAD_BYTES:
-            return NOT_AUTHENTIC
+            return Miss.NOT_AUTHENTIC
         head = bytes(sealed[: _HEAD.size])
         magic, version, zero, key_id, nonce = _HEAD.unpack(head)
         if (magic, version, zero) != (_MAGIC, _VERSION, 0):
-            return NOT_AUTHENTIC
+            return Miss.NOT_AUTHENTIC
         ring = self._ring()
         secret = ring.find(key_id)
         if secret is None:
-            return UNKNOWN_KEY if ring.may_come(key_id) else NOT_AUTHENTIC
+            return Miss.UNKNOWN_KEY if ring.may_come(key_id) else Miss.NOT_AUTHENTIC
         try:
             self._cipher_of(secret.derive(_PURPOSE)).decrypt_into(nonce, sealed[_HEAD.size :], head + key, out)
         except self._invalid:
-            return NOT_AUTHENTIC
-        return ""
+            return Miss.NOT_AUTHENTIC
+        return None
 
     # --- loading ---
 
@@ -127,7 +124,7 @@ class SealedStore(Wrapped):
         try:
             values = {key: value for key, value in zip(ticket.keys, sealed, strict=True) if value is not None}
             buffer = self._buffers.take(sum(max(0, len(value) - OVERHEAD_BYTES) for value in values.values()))
-            opened, rejected, at = dict[bytes, memoryview](), dict[bytes, str](), 0
+            opened, rejected, at = dict[bytes, memoryview](), dict[bytes, Miss](), 0
             for key, value in values.items():
                 out = buffer.data[at : at + max(0, len(value) - OVERHEAD_BYTES)]
                 at += len(out)
@@ -140,15 +137,15 @@ class SealedStore(Wrapped):
         ticket.state = buffer
         self._counters.add("values_opened", len(opened))
         reasons = list(rejected.values())
-        self._counters.add("values_not_authentic", reasons.count(NOT_AUTHENTIC))
-        self._counters.add("values_unknown_key", reasons.count(UNKNOWN_KEY))
-        self._counters.add("values_later_version", reasons.count(LATER_VERSION))
+        self._counters.add("values_not_authentic", reasons.count(Miss.NOT_AUTHENTIC))
+        self._counters.add("values_unknown_key", reasons.count(Miss.UNKNOWN_KEY))
+        self._counters.add("values_later_version", reasons.count(Miss.LATER_VERSION))
         ticket.report = self._report(below.report, opened, rejected, ticket.keys)
         return [opened.get(key) for key in ticket.keys]
 
     @staticmethod
     def _report(
-        report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, str], keys: tuple[bytes, ...]
+        report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, Miss], keys: tuple[bytes, ...]
     ) -> LoadReport | None:
         if report is None:
             return None

@@ -17,6 +17,7 @@ from typing import ParamSpec, Self, TypeVar
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.metrics import Counters
+from skymemory.reasons import Miss
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -301,7 +302,9 @@ class TenantStore(Selecting):
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
             self._leases.pop(ticket, None)
-            self._forget([key for key, report in zip(ticket.keys, reports, strict=False) if report.reason == "absent"])
+            self._forget(
+                [key for key, report in zip(ticket.keys, reports, strict=False) if report.reason is Miss.ABSENT]
+            )
             for key in reversed(ticket.keys):
                 if key in self._sizes:
                     self._sizes.move_to_end(key)

@@ -22,6 +22,7 @@ from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
 from skymemory.protocol.wire import Op
+from skymemory.reasons import Miss
 from skymemory.testbed.connect import control_client, worst_round_trip_s
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
@@ -124,7 +125,7 @@ def _ask_all(
             for number, answer in client.run_any(in_flight, min(survey.next_s(now_s), look_s)).items():
                 satellite = in_flight.pop(number)
                 # An ADVANCE may be refused for its range.
-                refused |= op is Op.PING and answer.report.failure == "refused"
+                refused |= op is Op.PING and answer.report.failure is Miss.REFUSED
                 if answer.ok:
                     answers[satellite] = answers[satellite] or answer
                     survey.answered(satellite, client.now_s())
@@ -179,7 +180,7 @@ def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> di
             ):
                 for number, answer in client.run_any(silent, end_s).items():
                     host = host_of_request.pop(number)
-                    if answer.ok or answer.report.failure == "refused":
+                    if answer.ok or answer.report.failure is Miss.REFUSED:
                         ahead_s[host] = answer.report.clock_ahead_s
             for number in host_of_request:
                 client.machine.cancel(number)

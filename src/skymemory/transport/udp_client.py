@@ -26,6 +26,7 @@ from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finis
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import Buffer, SegmentBatch
+from skymemory.reasons import Miss
 from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket
 from skymemory.transport.unix_clock import UnixClock
 
@@ -321,7 +322,7 @@ class UdpClient:
         if machine.wants_to_send or self._backlog:
             self._send()
         while (event := machine.next_event()) is not None:
-            if event.report.failure == "refused" and self._authority is not None:
+            if event.report.failure is Miss.REFUSED and self._authority is not None:
                 self._authority.on_refused(self.now_s())
             call = self._waiting.pop(event.number, None)
             if call is None:

@@ -18,6 +18,7 @@ from skymemory.cache.tiers.load import InFlightBudget, TierLoad
 from skymemory.cache.tiers.tier import Tier, TierSettings
 from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.metrics import SharedCounters
+from skymemory.reasons import Miss
 from skymemory.store.base import KeyLocks, KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
 
@@ -148,7 +149,7 @@ def test_a_tier_whose_index_goes_on_answering_is_waited_for_once_too() -> None:
         prompt(world, tier, 1.0)
 
         def loads_fail(ticket: LoadTicket) -> list[memoryview | None]:
-            reason = "absent" if key(99) in ticket.keys else "timeout"
+            reason = Miss.ABSENT if key(99) in ticket.keys else Miss.TIMEOUT
             ticket.report = LoadReport(tuple(KeyReport(reason=reason) for _ in ticket.keys), 0.8)
             return [None] * len(ticket.keys)
 

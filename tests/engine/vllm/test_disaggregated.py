@@ -25,6 +25,7 @@ from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import hash_blocks
 from skymemory.kv.value import PAYLOAD_AT, block_header
+from skymemory.reasons import Miss
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
 
@@ -229,7 +230,7 @@ def test_each_value_that_comes_begins_the_deadline_again(store: MemoryStore) -> 
 class Failing(MemoryStore):
     """As a daemon that is gone."""
 
-    reason = ""
+    reason: Miss | None = None
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         values = super().complete_load(ticket)
@@ -239,8 +240,8 @@ class Failing(MemoryStore):
         return [None] * len(values)
 
 
-@pytest.mark.parametrize("reason", ["unreachable", "corrupt"])
-def test_a_store_that_fails_ends_the_wait(reason: str) -> None:
+@pytest.mark.parametrize("reason", [Miss.UNREACHABLE, Miss.CORRUPT])
+def test_a_store_that_fails_ends_the_wait(reason: Miss) -> None:
     words = prompt(3 * VALUE + 1)
     with Failing(1 << 20) as store:
         filled(store, words)
@@ -421,9 +422,9 @@ def test_whole_values_are_handed_over(store: MemoryStore, tokens: int) -> None:
 
 
 def test_a_load_of_several_ranks_waits_for_all_and_counts_once(store: MemoryStore) -> None:
-    ours, theirs = Loaded(2, "not stored in time", 10, 0.5, 8, True), Loaded(3, "", 20, 0.2, 0, True)
+    ours, theirs = Loaded(2, Miss.NOT_IN_TIME, 10, 0.5, 8, True), Loaded(3, None, 20, 0.2, 0, True)
     both = WorkerOutcome({"d": ours}).aggregate(WorkerOutcome({"d": theirs})).loaded["d"]
-    assert (both.lost, both.reason, both.waited) == (2, "not stored in time", True)
+    assert (both.lost, both.reason, both.waited) == (2, Miss.NOT_IN_TIME, True)
     engine = consumer(store)
     for number, ranks in enumerate(((ours, ours), (theirs, ours), (ours, theirs))):  # in steps of their own
         request = asked(engine, Request(name := f"d{number}", prompt(3 * VALUE + 1)), TAKE_OVER)

@@ -18,6 +18,7 @@ from skymemory.protocol.client.liveness import Suspects
 from skymemory.protocol.client.transfer import Absence, Burst, ReadTransfer, StandIns, ValueInfo
 from skymemory.protocol.clock import PROOF_S
 from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection, pack_steps
+from skymemory.reasons import Miss
 
 KEY = bytes(range(32))
 
@@ -78,14 +79,14 @@ def test_a_chunk_that_moves_while_it_is_looked_for_is_looked_for_where_it_was_ag
     assert asked(read) == [0]
     ways: list[int] = []
     while len(ways) < 3:
-        assert read.absent([0], absence(ways[-1] if ways else 5, nearby)) == ""
+        assert read.absent([0], absence(ways[-1] if ways else 5, nearby)) is None
         ways += asked(read)
     assert ways == [4, 6, 5]
 
 
 def test_when_the_box_moves_on_the_search_restarts_but_not_forever() -> None:
     """The box moves while all places are asked, again and again."""
-    read, moves, found, why = moving_read(), 0, set[int](), ""
+    read, moves, found, why = moving_read(), 0, set[int](), None
     waiting = asked(read)
     for turn in range(100):
         slot = waiting.pop(0)
@@ -106,7 +107,7 @@ def looking_everywhere() -> ReadTransfer:
     read = moving_read()
     asked(read)
     for slot in (5, 4, 5):
-        assert read.absent([0], absence(slot, EVERYWHERE[:2], everywhere=lambda: EVERYWHERE)) == ""
+        assert read.absent([0], absence(slot, EVERYWHERE[:2], everywhere=lambda: EVERYWHERE)) is None
         slots = asked(read)
     assert sorted(slots) == [2, 4, 5]
     return read
@@ -115,8 +116,8 @@ def looking_everywhere() -> ReadTransfer:
 def outcome(**second: Any) -> str:
     """Of a look everywhere in which all but the second satellite say at once that they have nothing."""
     read = looking_everywhere()
-    assert read.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
-    assert read.absent([0], absence(4, EVERYWHERE, **{"now_s": 1.1, "asked_s": 1.02} | second)) == ""
+    assert read.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) is None
+    assert read.absent([0], absence(4, EVERYWHERE, **{"now_s": 1.1, "asked_s": 1.02} | second)) is None
     return read.absent([0], absence(2, EVERYWHERE, now_s=second.get("now_s", 1.1), asked_s=1.02))
 
 
@@ -125,18 +126,18 @@ def test_a_loss_is_proved_by_all_at_once_and_by_nothing_less() -> None:
     assert outcome(settled=False) == "under way", "a handover of it is under way there"
     assert outcome(counted=(4, 0)) == "under way", "it counts other moves"
     assert outcome(now_s=1.01 + PROOF_S + 0.01) == "under way", "a chunk may have passed behind our back meanwhile"
-    assert outcome(asked_s=0.5) == "", "that is the answer to an earlier question: we wait for the other"
+    assert outcome(asked_s=0.5) is None, "that is the answer to an earlier question: we wait for the other"
 
 
 def test_a_silent_satellite_leaves_a_loss_unproved() -> None:
     read = looking_everywhere()
-    assert read.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
-    assert read.redirect([0], SatelliteId(0, 4)), "another may still have it"
+    assert read.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) is None
+    assert read.redirect([0], SatelliteId(0, 4), Miss.TIMEOUT), "another may still have it"
     assert read.absent([0], absence(2, EVERYWHERE, now_s=1.1, asked_s=1.02)) == "under way"
     last = looking_everywhere()
-    assert last.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
-    assert last.absent([0], absence(4, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
-    assert not last.redirect([0], SatelliteId(0, 2)), "no satellite is left: it ends as silent"
+    assert last.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) is None
+    assert last.absent([0], absence(4, EVERYWHERE, now_s=1.1, asked_s=1.02)) is None
+    assert not last.redirect([0], SatelliteId(0, 2), Miss.TIMEOUT), "no satellite is left: it ends as silent"
 
 
 def two_servers() -> tuple[ReadTransfer, StandIns]:
@@ -150,18 +151,18 @@ def two_servers() -> tuple[ReadTransfer, StandIns]:
     return read, StandIns(lambda: [(0, 0), (1, 0)], lambda _: False)
 
 
-@pytest.mark.parametrize("first", ["timeout", "unreachable"])
-@pytest.mark.parametrize("last", ["timeout", "unreachable"])
-def test_stand_ins_that_fail_leave_the_reason_for_which_they_were_asked(first: str, last: str) -> None:
+@pytest.mark.parametrize("first", [Miss.TIMEOUT, Miss.UNREACHABLE])
+@pytest.mark.parametrize("last", [Miss.TIMEOUT, Miss.UNREACHABLE])
+def test_stand_ins_that_fail_leave_the_reason_for_which_they_were_asked(first: Miss, last: Miss) -> None:
     read, others = two_servers()
     assert read.redirect([0, 2], SatelliteId(0, 0), first, others)
     assert not read.redirect([0, 2], SatelliteId(0, 1), last, others)
     assert read.why_ended([0, 2], last) == first
 
 
-@pytest.mark.parametrize("reasons", itertools.permutations(["timeout", "unreachable"]))
+@pytest.mark.parametrize("reasons", itertools.permutations([Miss.TIMEOUT, Miss.UNREACHABLE]))
 @pytest.mark.parametrize("arrived", ["", "the first", "the second"])
-def test_the_most_certain_reason_among_the_missing_chunks_wins(reasons: tuple[str, str], arrived: str) -> None:
+def test_the_most_certain_reason_among_the_missing_chunks_wins(reasons: tuple[Miss, Miss], arrived: str) -> None:
     """In whichever order the two satellites fail, and whichever of them ends the read."""
     read, others = two_servers()
     for server, reason in enumerate(reasons):
@@ -170,25 +171,25 @@ def test_the_most_certain_reason_among_the_missing_chunks_wins(reasons: tuple[st
         at = 0 if arrived == "the first" else 1
         read.arrived[at] = read.arrived[at + 2] = 1
     ends = 0 if arrived == "the second" else 1
-    assert not read.redirect([ends, ends + 2], SatelliteId(ends, 1), "timeout", others)
-    assert read.why_ended([ends, ends + 2], "timeout") == (reasons[ends] if arrived else "unreachable")
+    assert not read.redirect([ends, ends + 2], SatelliteId(ends, 1), Miss.TIMEOUT, others)
+    assert read.why_ended([ends, ends + 2], Miss.TIMEOUT) == (reasons[ends] if arrived else Miss.UNREACHABLE)
 
 
 def test_a_satellite_that_was_silent_in_time_is_not_unreachable_for_its_other_chunks() -> None:
     """It is a suspect from then on, but by this read's own wait."""
     read, others = two_servers()
-    assert read.redirect([0], SatelliteId(0, 0), "timeout", others)
-    assert read.redirect([2], SatelliteId(0, 0), "unreachable", others)
-    assert not read.redirect([0], SatelliteId(0, 1), "timeout", others)
-    assert read.why_ended([0], "timeout") == "timeout"
+    assert read.redirect([0], SatelliteId(0, 0), Miss.TIMEOUT, others)
+    assert read.redirect([2], SatelliteId(0, 0), Miss.UNREACHABLE, others)
+    assert not read.redirect([0], SatelliteId(0, 1), Miss.TIMEOUT, others)
+    assert read.why_ended([0], Miss.TIMEOUT) == Miss.TIMEOUT
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(["timeout", "unreachable"], repeat=2))
-def test_a_satellite_without_stand_ins_counts_as_well(first: str, second: str) -> None:
+@pytest.mark.parametrize(("first", "second"), itertools.product([Miss.TIMEOUT, Miss.UNREACHABLE], repeat=2))
+def test_a_satellite_without_stand_ins_counts_as_well(first: Miss, second: Miss) -> None:
     read, others = two_servers()
     assert read.redirect([0], SatelliteId(0, 0), first, others)
     assert not read.redirect([1], SatelliteId(1, 0), second)
-    assert read.why_ended([1], second) == ("unreachable" if "unreachable" in (first, second) else "timeout")
+    assert read.why_ended([1], second) == (Miss.UNREACHABLE if Miss.UNREACHABLE in (first, second) else Miss.TIMEOUT)
 
 
 def test_a_read_that_takes_its_bursts_leaves_those_of_the_next_alone() -> None:
@@ -239,13 +240,13 @@ def test_a_read_never_waits_for_what_was_not_requested(silent: list[int], server
             burst = read.pending.popleft()
             if burst.satellite not in suspects:
                 under_way.append(burst)
-            elif not read.redirect(burst.indices, burst.satellite, "unreachable", others):
+            elif not read.redirect(burst.indices, burst.satellite, Miss.UNREACHABLE, others):
                 return
         assert under_way, "no satellite is asked for what is missing"
         burst = under_way.popleft()
         wanted = [index for index in burst.indices if not read.arrived[index]]
         if burst.satellite in suspects:
-            if not read.redirect(wanted, burst.satellite, "timeout", others):
+            if not read.redirect(wanted, burst.satellite, Miss.TIMEOUT, others):
                 return
         elif dice.random() < 0.5:
             for index in wanted:

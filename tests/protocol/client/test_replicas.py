@@ -14,6 +14,7 @@ from skymemory.placement.locate import Placement
 from skymemory.protocol.client.transfer import ReplicatedRead, ReplicatedWrite, ValueInfo, WriteTransfer
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.wire import Op
+from skymemory.reasons import Miss
 
 TORUS = Torus(5, 19)
 moves = st.tuples(st.integers(-30, 30), st.integers(-30, 30))
@@ -73,7 +74,8 @@ def test_only_chunks_that_have_not_come_are_asked_of_another_copy():
     assert read.ask_next([0, 3, 6], SatelliteId(0, 0))
     assert [(burst.satellite, list(burst.indices)) for burst in read.pending] == [(SatelliteId(1, 0), [0, 6])]
     read.pending.clear()
-    assert read.redirect([0], SatelliteId(1, 0)) and not read.redirect([6], SatelliteId(0, 0)), "both have failed"
+    assert read.redirect([0], SatelliteId(1, 0), Miss.TIMEOUT)
+    assert not read.redirect([6], SatelliteId(0, 0), Miss.TIMEOUT), "both have failed"
 
 
 @pytest.mark.brief("plane of the centre-los", "satellite-los", "plane-los")

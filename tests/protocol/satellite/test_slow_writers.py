@@ -80,7 +80,7 @@ def test_a_writer_that_stalled_longer_than_satellites_wait_gets_no_confirmation(
         for answer in answers:
             machine_receives([(memoryview(answer), len(answer))], sky.now_s + pause_s)
         done = machine.next_event()
-        assert done.number == number and (done.ok, done.report.failure) == (stored, "" if stored else "interrupted")
+        assert done.number == number and (done.ok, done.report.failure) == (stored, None if stored else "interrupted")
 
 
 def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothing_that_began_too_long_ago(value_of):

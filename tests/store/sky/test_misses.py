@@ -17,6 +17,7 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import UNSTATED
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader, bulk_batch
+from skymemory.reasons import Miss
 from skymemory.store.base import Presence
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -34,7 +35,7 @@ def moving_sky() -> SimulatedConstellation:
     return simulated(clock=MoveClock(slot_period_s=SLOT_S, plane_period_s=7.3 * SLOT_S, time_scale=1.0))
 
 
-def read(store: ConstellationStore, key: bytes = KEY) -> tuple[bytes | None, str]:
+def read(store: ConstellationStore, key: bytes = KEY) -> tuple[bytes | None, Miss | None]:
     """The value, or why it is a miss."""
     ticket = store.prepare_load([key])
     (found,) = store.complete_load(ticket)
@@ -44,7 +45,7 @@ def read(store: ConstellationStore, key: bytes = KEY) -> tuple[bytes | None, str
     return copied, ticket.report.keys[0].reason
 
 
-def fresh_read(sky: SimulatedConstellation, index: SharedIndex, ground: int) -> tuple[bytes | None, str]:
+def fresh_read(sky: SimulatedConstellation, index: SharedIndex, ground: int) -> tuple[bytes | None, Miss | None]:
     """As every command of the command line does: a client is opened for one read."""
     store = store_over(sky, ground, index)
     store.synchronise()
@@ -87,7 +88,7 @@ def test_a_chunk_that_could_not_follow_the_box_is_found_where_it_was_left(moves_
     assert writer.put_many([(KEY, VALUE)]) == [True]
     isolate(sky, first_to_leave(sky))
     sky.settle(sky.now_s + moves_later * SLOT_S + 2.0)
-    assert fresh_read(sky, index, 2) == (VALUE, "")
+    assert fresh_read(sky, index, 2) == (VALUE, None)
     assert chunks_in(sky) == 20
 
 
@@ -112,7 +113,7 @@ def test_what_was_left_behind_hundreds_of_moves_ago_is_found_there() -> None:
         for name, (ref, payload) in chunks:
             first.remove(name)
             sky.satellites[there].store.put(name, ref, payload)
-    assert fresh_read(sky, index, 2) == (VALUE, "")
+    assert fresh_read(sky, index, 2) == (VALUE, None)
     assert chunks_in(sky) == 20
 
 
@@ -132,7 +133,7 @@ def test_what_a_silent_satellite_may_still_have_is_neither_forgotten_nor_deleted
     assert chunks_in(sky) == 20
     reconnect(sky, paused)
     sky.settle(sky.now_s + 3 * SLOT_S)
-    assert fresh_read(sky, index, 6) == (VALUE, "")
+    assert fresh_read(sky, index, 6) == (VALUE, None)
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["without an index", "with an incomplete one"])
@@ -147,7 +148,7 @@ def test_what_only_a_silent_satellite_can_know_is_not_said_to_be_absent(indexed:
         assert reader.delete([KEY]) == [None]
     sky.mend(("ground", 2), holder)
     sky.settle(sky.now_s + 5.0)
-    assert read(reader) == (b"one chunk", "")
+    assert read(reader) == (b"one chunk", None)
     assert reader.delete([KEY, bytes(32)]) == [True, False]
     assert read(reader) == (None, "absent")
 
@@ -159,7 +160,7 @@ def test_what_another_client_has_set_again_is_read_though_it_was_looked_at_befor
     assert one.lookup([KEY]) == [Presence.HIT] and one.prefix([KEY]) == 1
     assert other.put_many([(KEY, b"shorter")]) == [True]
     sky.settle(sky.now_s + 2.0)
-    assert read(one) == (b"shorter", "")
+    assert read(one) == (b"shorter", None)
 
 
 def test_a_shorter_value_leaves_nothing_of_the_longer_one_to_be_found_once_it_is_deleted() -> None:
@@ -167,7 +168,7 @@ def test_a_shorter_value_leaves_nothing_of_the_longer_one_to_be_found_once_it_is
     writer = store_over(sky, 1, SharedIndex())
     assert writer.put_many([(KEY, VALUE)]) == [True]
     assert writer.put_many([(KEY, VALUE[:6000])]) == [True]
-    assert read(store_over(sky, 3)) == (VALUE[:6000], "")
+    assert read(store_over(sky, 3)) == (VALUE[:6000], None)
     assert writer.delete([KEY]) == [True]
     other = store_over(sky, 2)
     assert other.lookup([KEY]) == [Presence.MISS] and other.prefix([KEY]) == 0 and other.delete([KEY]) == [False]
@@ -189,7 +190,7 @@ def test_where_the_satellite_of_now_is_dead_the_one_before_is_asked(known: bool)
     reader = store_over(sky, 2, index)
     if known:
         reader._driver.machine._peers.suspects.add(dead, sky.now_s)
-    assert read(reader) == (VALUE, "") and chunks_in(sky) == 20
+    assert read(reader) == (VALUE, None) and chunks_in(sky) == 20
     if known:  # it asks for nothing else before it has these
         (before,) = {here for here, machine in sky.satellites.items() if server in machine.store.shares.get(KEY, {})}
         sky.satellites[before].store.remove_key(KEY)
@@ -212,7 +213,7 @@ def test_satellites_that_do_not_say_that_they_are_settled_prove_nothing(monkeypa
     for number, chunk in lost.items():
         assert chunk is not None
         holder.store.put((KEY, number), chunk.ref, chunk.payload)
-    assert read(store) == (VALUE, "")
+    assert read(store) == (VALUE, None)
 
 
 @pytest.mark.parametrize("moves_later", [0, 1, 4])
@@ -242,7 +243,7 @@ def test_with_copies_what_any_copy_may_have_is_not_lost() -> None:
     reconnect(sky, holders[1])
     sky.mend(holders[1], ("ground", 2))
     sky.settle(sky.now_s + 3.0)
-    assert read(reader) == (VALUE, "")
+    assert read(reader) == (VALUE, None)
 
 
 def lose_a_chunk(sky: SimulatedConstellation) -> None:
@@ -268,7 +269,7 @@ def test_what_is_stored_while_its_loss_is_proved_is_not_evicted(value: bytes, mo
     monkeypatch.setattr(reader._catalog, "replaced", then_it_is_stored)
     assert read(reader) == (None, "missing")
     assert reader.lookup([KEY]) == [Presence.MISS] and chunks_in(sky) == 20
-    assert read(writer) == (value, "")
+    assert read(writer) == (value, None)
 
 
 @pytest.mark.parametrize(("written_ago_s", "left"), [(3.5, 19), (4.0, 19), (5.0, 0)])
@@ -295,7 +296,7 @@ def test_satellites_that_forget_keys_only_are_left_what_remains() -> None:
     lose_a_chunk(sky)
     assert read(store) == (None, "missing")
     assert store.lookup([KEY]) == [Presence.MISS] and chunks_in(sky) == 19
-    assert store.put_many([(KEY, VALUE)]) == [True] and read(store) == (VALUE, "")
+    assert store.put_many([(KEY, VALUE)]) == [True] and read(store) == (VALUE, None)
 
 
 class Tampering(FaultInjector):
@@ -323,7 +324,7 @@ def test_what_looks_corrupt_once_is_looked_at_again() -> None:
     holder = next(here for here, machine in sky.satellites.items() if KEY in machine.store.shares)
     sky.spoil(holder, ("ground", 2), Tampering(1))
     reader = store_over(sky, 2, index)
-    assert read(reader) == (VALUE, "")
+    assert read(reader) == (VALUE, None)
     assert reader.stats()["second_looks"] == 1 and chunks_in(sky) == 20
 
 
@@ -350,7 +351,7 @@ def test_a_chunk_of_another_value_in_the_place_of_one_deletes_neither() -> None:
     assert one.put_many([(KEY, VALUE)]) == [True]
     assert other.put_many([(KEY, VALUE[::-1])]) == [True]
     assert read(one) == (None, "other version")
-    assert read(one) == (VALUE[::-1], "") and read(other) == (VALUE[::-1], "")
+    assert read(one) == (VALUE[::-1], None) and read(other) == (VALUE[::-1], None)
 
 
 def test_one_leftover_of_another_value_does_not_cost_the_one_that_is_there() -> None:
@@ -368,7 +369,7 @@ def test_one_leftover_of_another_value_does_not_cost_the_one_that_is_there() -> 
     assert read(store) == (None, "other version")
     assert chunks_in(sky) == 20 and store.lookup([KEY]) == [Presence.HIT]
     holder.store.put((KEY, number), ours.ref, ours.payload)
-    assert read(store) == (VALUE, "")
+    assert read(store) == (VALUE, None)
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -382,7 +383,7 @@ def test_a_failed_store_of_the_same_bytes_again_leaves_what_is_there(indexed: bo
     assert store.put_many([(KEY, VALUE)]) == [False]
     sky.mend(silent, ("ground", 1))
     sky.settle(sky.now_s + 3.0)
-    assert read(store) == (VALUE, "")
+    assert read(store) == (VALUE, None)
 
 
 LOSS = {"loss": 0.02}
@@ -451,5 +452,5 @@ def test_a_deletion_is_done_once_all_holders_of_one_servers_share_have_confirmed
     for satellite in silent:
         sky.mend(("ground", 1), satellite)
     sky.settle(sky.now_s + 10.0)
-    assert read(writer) == (VALUE, "")
+    assert read(writer) == (VALUE, None)
     assert writer.delete([KEY]) == [True] and read(writer) == (None, "absent")

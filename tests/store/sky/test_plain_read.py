@@ -17,6 +17,7 @@ from skymemory.protocol.client import machine
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.messages import pack_keys
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.reasons import Miss
 from skymemory.store.sky.probing import ask_all
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -50,7 +51,7 @@ def without_short_ways(store: ConstellationStore) -> None:
     connection(store).machine.plain_get = lambda *given: None  # type: ignore[method-assign]
 
 
-def read(store: ConstellationStore, one: bytes) -> tuple[bytes | None, str]:
+def read(store: ConstellationStore, one: bytes) -> tuple[bytes | None, Miss | None]:
     """The value, or why it is a miss."""
     ticket = store.prepare_load([one])
     (found,) = store.complete_load(ticket)
@@ -66,7 +67,7 @@ def test_a_small_value_of_any_size_ends_on_the_short_way(size: int) -> None:
         taken = short_ways(store)
         assert store.put_many([(key(1), value(1, size))]) == [True]
         for _ in range(5):
-            assert read(store, key(1)) == (value(1, size), "")
+            assert read(store, key(1)) == (value(1, size), None)
         assert len(taken) >= 4, "but for the first, whose round trip is not known"
         store.close()
 
@@ -77,7 +78,7 @@ def test_a_larger_value_or_one_on_several_satellites_takes_the_long_way() -> Non
             taken = short_ways(one)
             size = 128 * 6144 + 1 if one.settings.fan_out else 6145
             assert one.put_many([(key(2), value(2, size))]) == [True]
-            assert read(one, key(2)) == read(one, key(2)) == (value(2, size), "")
+            assert read(one, key(2)) == read(one, key(2)) == (value(2, size), None)
             assert taken == []
             one.close()
 
@@ -93,7 +94,7 @@ def test_whatever_the_network_does_to_packets_a_read_gives_the_value(seed: int) 
         assert all(store.put_many(items))
         for _ in range(150):
             one, its = dice.choice(items)
-            assert read(store, one) == (its, "")
+            assert read(store, one) == (its, None)
         assert True in taken
         assert False in taken, "some went on as operations"
         open_requests = connection(store).machine._in_flight.by_id.values()
@@ -123,7 +124,7 @@ def test_what_is_said_to_be_written_is_whole(seed: int) -> None:
             its = value(number, dice.randrange(1, dice.choice([1, 2, 100]) * 6144))
             assert store.put_many([(key(number), its)]) == [True]
             got, reason = read(other, key(number))
-            assert (got == its, reason) == (True, ""), number
+            assert (got == its, reason) == (True, None), number
         kinds = {type(one) for one in ended}
         assert {Finished, int} <= kinds
         assert client._keepalive._writes == {}
@@ -164,7 +165,7 @@ def nothing(store: ConstellationStore, other: ConstellationStore) -> None:
     pass
 
 
-def proved(store: ConstellationStore, key: bytes) -> tuple[bytes | None, str]:
+def proved(store: ConstellationStore, key: bytes) -> tuple[bytes | None, Miss | None]:
     """What is read once that is sure: a satellite that answers late, as on a busy machine, proves nothing."""
     end_s = time.monotonic() + PROVED_S
     while (found := read(store, key))[1] == "under way":
@@ -184,7 +185,7 @@ def test_a_miss_has_the_reason_of_the_long_way(
             store, other = store_on(plan, index, fan_out=ON_ONE), store_on(plan, None, ground=8, fan_out=ON_ONE)
             other._catalog.bytes_by_servers = dict  # type: ignore[method-assign,assignment]
             assert store.put_many([(key(1), value(1, 20_000))]) == [True]
-            assert read(store, key(1)) == (value(1, 20_000), "")
+            assert read(store, key(1)) == (value(1, 20_000), None)
             taken = short_ways(store)
             if not short:
                 without_short_ways(store)
@@ -202,10 +203,10 @@ def test_a_satellite_that_is_silent_for_a_moment_is_waited_for_and_one_that_stay
         assert store.put_many([(key(1), value(1, 20_000))]) == [True]
         assert read(store, key(1))[0] == read(store, key(1))[0] == value(1, 20_000)
         loop.call_soon_threadsafe(time.sleep, 0.05)
-        assert read(store, key(1)) == (value(1, 20_000), "")
+        assert read(store, key(1)) == (value(1, 20_000), None)
         with stopped(loop, connection(store)):
             assert read(store, key(1)) == (None, "timeout")
-        assert read(store, key(1)) == (value(1, 20_000), "")
+        assert read(store, key(1)) == (value(1, 20_000), None)
         store.close()
 
 
@@ -236,7 +237,7 @@ def test_threads_that_read_small_values_get_their_own() -> None:
 
         def many(number: int) -> bool:
             one, its = items[number]
-            return all(read(store, one) == (its, "") for _ in range(50))
+            return all(read(store, one) == (its, None) for _ in range(50))
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(many, range(8)))
@@ -251,6 +252,6 @@ def test_a_write_leaves_nothing_of_the_value_before_it_on_other_satellites() -> 
         assert wide.put_many([(key(1), value(1, 60_000))]) == [True]
         assert store.put_many([(key(1), value(2, 60_000))]) == [True]
         (left,) = store._catalog._prober.settings_in_box([key(1)])[key(1)]
-        assert (left.servers, read(store, key(1))) == (1, (value(2, 60_000), ""))
+        assert (left.servers, read(store, key(1))) == (1, (value(2, 60_000), None))
         for one in (wide, store):
             one.close()

@@ -20,6 +20,7 @@ from skymemory.cache.patience import Latencies, patience_s, patience_while_compu
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
+from skymemory.reasons import Miss
 from skymemory.store.base import LoadTicket, Presence
 
 Sides = Literal["both", "compute", "load"]
@@ -291,7 +292,7 @@ class StoredChunks:
         self._lock = Lock()
         self._late: set[int] = set()
         self.origins: dict[int, ChunkOrigin] = {}
-        self._failed: Counter[str] = Counter()
+        self._failed: Counter[Miss] = Counter()
 
     def fetch(self, index: int) -> FetchedParts | None:
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
@@ -321,14 +322,14 @@ class StoredChunks:
             if not isinstance(error, TIER_FAILURES):
                 raise
             blocks.tier_failed()
-            self._fail(index, "unreachable", len(hashes))
+            self._fail(index, Miss.UNREACHABLE, len(hashes))
             return None
         reports = report.keys if report is not None and len(report.keys) == len(hashes) else ()
         loaded = [value for value in values if value is not None]
         if len(loaded) < len(hashes) or len(values) != len(hashes):
             for at in range(len(hashes)):
                 if at >= len(values) or values[at] is None:
-                    self._fail(index, (reports[at].reason if reports else "") or "unreachable")
+                    self._fail(index, (reports[at].reason if reports else None) or Miss.UNREACHABLE)
             blocks.delete_sealed(hashes, reports)
             blocks.release(ticket)
             return None
@@ -357,7 +358,7 @@ class StoredChunks:
         """Record a timeout; late failures are not counted again."""
         blocks = self._parts[0][0]
         blocks.tier_failed()
-        self._fail(index, "deadline", self._chunks[index].tokens // blocks.layout.block_tokens)
+        self._fail(index, Miss.DEADLINE, self._chunks[index].tokens // blocks.layout.block_tokens)
         with self._lock:
             self._late.add(index)
 
@@ -365,11 +366,11 @@ class StoredChunks:
         """Place nothing from now on: a hanging fetch must not keep the engine's memory alive."""
         self._sinks = None
 
-    def failures(self) -> dict[str, int]:
+    def failures(self) -> dict[Miss, int]:
         with self._lock:
             return dict(self._failed)
 
-    def _fail(self, index: int, reason: str, blocks: int = 1) -> None:
+    def _fail(self, index: int, reason: Miss, blocks: int = 1) -> None:
         with self._lock:
             if index not in self._late:
                 self._failed[reason] += blocks
@@ -383,7 +384,7 @@ class FetchedBlocks:
     ticket: LoadTicket
     tiers: tuple[str, ...]
     retransmitted: int
-    wrong: tuple[BlockHash, str] | None = None
+    wrong: tuple[BlockHash, Miss] | None = None
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Load over all tiers: leased from the nearest that hold the keys, loaded concurrently, retried in farther tiers.
 
-Miss reasons: "deadline" of a tier that hangs, "unreachable" of a tier that failed or was skipped, "corrupt", "absent" …
+A tier that hangs misses by DEADLINE; a tier that failed or was skipped is UNREACHABLE.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
+from skymemory.cache.blocks import TIER_FAILURES
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
 from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.errors import InvalidInput
+from skymemory.reasons import UNANSWERED, Miss
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
 OUTBOUND = "outbound"
@@ -77,18 +78,18 @@ class TieredLoad:
         ordered = {key: values[key] for key in self._keys if key in values}
         return ordered, LoadReport(ordered_reports, seconds)
 
-    def _why_absent(self) -> str:
+    def _why_absent(self) -> Miss:
         """Return why no tier holds the keys; only a load shows that a tier does not answer."""
         if self._tier_skipped:
-            return "unreachable"
+            return Miss.UNREACHABLE
         for tier in self._tiers if not self._loads and self._keys else ():
             if tier.settings.local:
                 continue
             if not tier.usable(self._keys):  # its lookup was given up
-                return "unreachable"
-            if tier.ask(partial(_miss_reason, tier, self._keys[0])) in FAILING_REASONS:
-                return "unreachable"
-        return "absent"
+                return Miss.UNREACHABLE
+            if tier.ask(partial(_miss_reason, tier, self._keys[0])) in UNANSWERED:
+                return Miss.UNREACHABLE
+        return Miss.ABSENT
 
     def _run(
         self,
@@ -126,11 +127,11 @@ class TieredLoad:
             load.release()
 
 
-def _miss_reason(tier: Tier, key: bytes) -> str:
+def _miss_reason(tier: Tier, key: bytes) -> Miss | None:
     ticket = tier.store.prepare_load([key])
     try:
         tier.store.complete_load(ticket)
-        return ticket.report.keys[0].reason if ticket.report is not None else ""
+        return ticket.report.keys[0].reason if ticket.report is not None else None
     finally:
         tier.store.release(ticket)
 
@@ -156,7 +157,7 @@ class TierLoad:
         self._until_s = 0.0
         self._budget: InFlightBudget | None = None
         self._reserved_bytes: list[int] = []
-        self._failure = "unreachable"
+        self._failure = Miss.UNREACHABLE
 
     @classmethod
     def lease(cls, tier: Tier, keys: Sequence[bytes]) -> TierLoad | None:
@@ -200,7 +201,7 @@ class TierLoad:
             return
         size_bytes = self.expected_bytes
         if not budget.take(size_bytes, until_s - self.tier.clock()):
-            self._failure = "too many bytes in flight"
+            self._failure = Miss.TOO_MANY_BYTES
             self.tier.counters.add("loads_without_room_total", label=self.tier.name)
             return
         self._budget = budget
@@ -238,8 +239,7 @@ class TierLoad:
         def is_answer(values: list[memoryview | None]) -> bool:
             reports = ticket.report.keys if ticket.report is not None else ()
             return not any(
-                value is None and report.reason in FAILING_REASONS
-                for value, report in zip(values, reports, strict=False)
+                value is None and report.reason in UNANSWERED for value, report in zip(values, reports, strict=False)
             )
 
         values = tier.result_by(
@@ -255,7 +255,7 @@ class TierLoad:
             self._give_back()  # other loads must not wait for a load that was given up
             if call.error is None:
                 self._ticket = None  # released when it ends late
-            reason = "unreachable" if call.error is not None else "deadline"
+            reason = Miss.UNREACHABLE if call.error is not None else Miss.DEADLINE
             return {}, {key: KeyReport(reason=reason) for key in self.keys}
         reports = ticket.report.keys if ticket.report is not None else ()
         return self._verified(values, reports if len(reports) == len(self.keys) else ())
@@ -270,14 +270,14 @@ class TierLoad:
             value = values[at] if at < len(values) else None
             report = tier_reports[at] if tier_reports else KeyReport()
             if value is None or key in tier.dirty_keys:
-                reports[key] = replace(report, tier="", size_bytes=0, reason=report.reason or "absent")
+                reports[key] = replace(report, tier="", size_bytes=0, reason=report.reason or Miss.ABSENT)
             elif verify is not None and not verify(key, value):
                 wrong.append(key)
-                reports[key] = replace(report, tier="", size_bytes=0, reason="corrupt")
+                reports[key] = replace(report, tier="", size_bytes=0, reason=Miss.CORRUPT)
             else:
                 good[key] = value
                 if not report.tier or report.size_bytes != value.nbytes or report.reason:
-                    report = replace(report, tier=report.tier or tier.name, size_bytes=value.nbytes, reason="")
+                    report = replace(report, tier=report.tier or tier.name, size_bytes=value.nbytes, reason=None)
                 reports[key] = report
                 tier.mean_value_bytes += (value.nbytes - tier.mean_value_bytes) / 8
         if wrong:

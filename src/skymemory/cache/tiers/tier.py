@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeVar
 
-from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
+from skymemory.cache.blocks import TIER_FAILURES
 from skymemory.cache.patience import Latencies, patience_s
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
+from skymemory.reasons import UNANSWERED
 from skymemory.store.base import AtOnce, KeyLocks, LoadTicket, Presence, Store, keeps
 
 _log = logging.getLogger(__name__)
@@ -293,7 +294,7 @@ class Tier:
                 self._probed(False)
 
     def _probe(self, key: bytes) -> None:
-        """Look up and load a key; "absent" is an answer, too."""
+        """Look up and load a key; ABSENT is an answer, too."""
         started_s = self.clock()
         try:
             self.store.lookup([key])
@@ -306,7 +307,7 @@ class Tier:
         except TIER_FAILURES:
             self._probed(False)
             return
-        answered = report is None or all(key_report.reason not in FAILING_REASONS for key_report in report.keys)
+        answered = report is None or all(key_report.reason not in UNANSWERED for key_report in report.keys)
         self._probed(answered and self.clock() - started_s <= self.settings.load_deadline_s)
 
     def _probed(self, answered: bool) -> None:

@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from skymemory.reasons import Miss
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -94,15 +96,11 @@ class StepPlan:
     """
 
 
-GIVEN_UP = "deadline"
-"""Reason of a load that took longer than computing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Loaded:
     lost: int
     """Number of the value that was not loaded; values after it (before it, in a backward load) were not placed."""
-    reason: str
+    reason: Miss | None
     size_bytes: int
     seconds: float
     missing_tokens: int = 0

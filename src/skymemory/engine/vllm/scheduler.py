@@ -30,7 +30,6 @@ from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.engine.vllm.announcements import Announcements
 from skymemory.engine.vllm.plan import (
-    GIVEN_UP,
     Loaded,
     LoadRequest,
     Piece,
@@ -42,9 +41,9 @@ from skymemory.engine.vllm.plan import (
     rank_key,
 )
 from skymemory.engine.vllm.transfer_params import TransferParams, answer_of
-from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import hash_blocks
+from skymemory.reasons import Miss
 
 _log = logging.getLogger(__name__)
 
@@ -445,7 +444,7 @@ class SchedulerSide:
             known = self._known.get(request_id)
             if loaded.waited:
                 self._end_waiting(request_id)
-                if known is not None and loaded.reason == NOT_STORED and not known.gave_up:
+                if known is not None and loaded.reason is Miss.NOT_IN_TIME and not known.gave_up:
                     known.gave_up = True
                     self._counts["waits_given_up"] += 1
             else:
@@ -454,7 +453,7 @@ class SchedulerSide:
                 ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
                 if not self._stood_still(loaded):
                     self._loading.record(loaded.size_bytes + ahead_bytes, loaded.seconds)
-            if loaded.reason and loaded.reason != ABORTED:
+            if loaded.reason and loaded.reason is not Miss.ABORTED:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
                 counted_tokens = known.missing_tokens if known is not None else 0
                 self._counts["recomputed_tokens"] += max(0, loaded.missing_tokens - counted_tokens)
@@ -474,7 +473,7 @@ class SchedulerSide:
         """Return True if a load was given up because the store stopped answering, so that it measures no speed: the
         first after a success, and loads concurrent with it.
         """
-        if loaded.reason != GIVEN_UP:
+        if loaded.reason is not Miss.DEADLINE:
             self._gave_up_s = math.inf if not loaded.reason else self._gave_up_s
             return False
         if self._loading.seconds(0) is None:

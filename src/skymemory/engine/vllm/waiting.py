@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
+from skymemory.reasons import Miss
 
-NOT_YET = frozenset({"absent", "uncertain", "missing"})
-"""Miss reasons that pass while another engine stores the value."""
-NOT_STORED = "not stored in time"
-ABORTED = "aborted"
+NOT_YET = frozenset({Miss.ABSENT, Miss.UNCERTAIN, Miss.MISSING})
+"""Reasons that pass while another engine stores the value."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _MOST_VALUES = 16

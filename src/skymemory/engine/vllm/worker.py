@@ -25,7 +25,6 @@ from skymemory.cache.patience import Latencies, patience_while_computing_s
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.engine.vllm.copier import Mark, Now, PartCopier
 from skymemory.engine.vllm.plan import (
-    GIVEN_UP,
     Loaded,
     LoadRequest,
     Piece,
@@ -35,9 +34,10 @@ from skymemory.engine.vllm.plan import (
     WorkerOutcome,
     rank_key,
 )
-from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, PollInterval
+from skymemory.engine.vllm.waiting import NOT_YET, DelayedCalls, PollInterval
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
+from skymemory.reasons import Miss
 from skymemory.store.base import Presence
 
 _log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class _BackwardJob(_Job):
         self.threads = 0
         self.ended_s = began_s
         self.size_bytes = 0
-        self.reason = ""
+        self.reason: Miss | None = None
         self._lost = 0
         self.reported = False
 
@@ -199,7 +199,7 @@ class _BackwardJob(_Job):
                 raise _Closed("computing has come as far")
             self._write(index, block)
 
-    def on_value(self, index: int, reason: str, size_bytes: int) -> None:
+    def on_value(self, index: int, reason: Miss | None, size_bytes: int) -> None:
         """Record that a value was placed, or the reason why not; waits until its blocks are written."""
         if (mark := self._writing.get(index)) is not None:
             mark.wait()
@@ -279,7 +279,7 @@ class WorkerSide:
                 self._report_end(job)
         for waiting in self._jobs:
             if isinstance(waiting, _WaitingJob) and waiting.load.request in plan.ends:
-                self._end_waiting(waiting, ABORTED)
+                self._end_waiting(waiting, Miss.ABORTED)
         for request, fence in plan.fences.items():
             if (job := self._backward.get(request)) is not None:
                 job.raise_fence(fence)
@@ -358,11 +358,12 @@ class WorkerSide:
         job = _Job(load, self._copiers, self._began, self.shape.blocks_per_value, now_s, now_s + patience_s)
         self._jobs.append(job)
         if not self._loaders.submit(WorkerCall(lambda: self._run(job, computing_s))):
-            self._end(job, "too many loads", 0)
+            self._end(job, Miss.TOO_MANY_LOADS, 0)
         return job
 
     def _run(self, job: _Job, computing_s: float | None) -> None:
-        reason, first, size_bytes = "", 0, 0
+        reason: Miss | None = None
+        first = size_bytes = 0
         try:
             for piece in job.load.pieces:
                 tally = LoadTally()
@@ -371,17 +372,17 @@ class WorkerSide:
                 finally:
                     job.settle()  # what was placed before a failure counts, too
                     size_bytes += tally.size_bytes
-                if reason := next(iter(tally.failed), ""):
+                if reason := next(iter(tally.failed), None):
                     break
                 first += len(piece.keys)
         except _Closed:
-            reason = GIVEN_UP
+            reason = Miss.DEADLINE
         except TIER_FAILURES as error:
             _log.warning("a load of %d values failed: %s", job.load.values, error)
-            reason = "unreachable"
+            reason = Miss.UNREACHABLE
         except BaseException:
             _log.exception("a load of %d values failed by a fault of the connector", job.load.values)
-            reason = "fault"
+            reason = Miss.FAULT
         self._end(job, reason, size_bytes)
 
     def _load_found(
@@ -408,33 +409,33 @@ class WorkerSide:
             return
         first, started_s = job.placed, self._clock()
         piece, at = job.load.at(first)
-        tally, reason = LoadTally(), ""
+        tally, reason = LoadTally(), None
         try:
             self._load_found(piece, piece.keys[at : at + job.pace.values], job, first, tally, None)
-            reason = next(iter(tally.failed), "")
+            reason = next(iter(tally.failed), None)
         except _Closed:
             return
         except TIER_FAILURES as error:
             _log.warning("a load that waits for another engine failed: %s", error)
-            reason = "unreachable"
+            reason = Miss.UNREACHABLE
         except BaseException:
             _log.exception("a load that waits for another engine failed by a fault of the connector")
-            reason = "fault"
+            reason = Miss.FAULT
         now_s, values = self._clock(), job.placed - first
         job.on_values(values, tally.size_bytes, now_s)
         with self._ended:
             self._waited_values += values
         if job.placed == job.load.values:
-            self._end_waiting(job, "")
+            self._end_waiting(job, None)
         elif reason and reason not in NOT_YET:
             self._end_waiting(job, reason)
         else:
             pause_s = job.pace.on_values(values, now_s - started_s)
             self._waiters.call(lambda: self._ask(job), pause_s and max(pause_s, len(self._jobs) * _QUESTION_S))
 
-    def _end_waiting(self, job: _WaitingJob, reason: str) -> None:
+    def _end_waiting(self, job: _WaitingJob, reason: Miss | None) -> None:
         job.close()
-        reason = reason if job.placed < job.load.values else ""
+        reason = reason if job.placed < job.load.values else None
         with self._ended:
             if job.end is None:
                 job.end = self._end_of(job, reason, job.size_bytes, self._clock() - job.began_s)
@@ -452,18 +453,18 @@ class WorkerSide:
     def _run_backward(self, job: _BackwardJob) -> None:
         while (index := job.take()) is not None:
             started_s = self._clock()
-            tally, reason = LoadTally(), ""
+            tally, reason = LoadTally(), None
             try:
                 self._load_found(job.piece, job.piece.keys[index : index + 1], job, index, tally, None)
-                reason = next(iter(tally.failed), "")
+                reason = next(iter(tally.failed), None)
             except _Closed:
                 break
             except TIER_FAILURES as error:
                 _log.warning("a load failed: %s", error)
-                reason = "unreachable"
+                reason = Miss.UNREACHABLE
             except BaseException:
                 _log.exception("a load failed by a fault of the connector")
-                reason = "fault"
+                reason = Miss.FAULT
             job.on_value(index, reason, tally.size_bytes)
             if index == job.load.values - 1 and not reason and self._clock() - started_s < _PAIRED_S:
                 self._join(job)
@@ -487,7 +488,7 @@ class WorkerSide:
             if is_finished:
                 self._report_end(job)
 
-    def _end(self, job: _Job, reason: str, size_bytes: int) -> None:
+    def _end(self, job: _Job, reason: Miss | None, size_bytes: int) -> None:
         seconds = self._clock() - job.began_s
         if not reason:
             self._latencies.record(seconds, size_bytes)
@@ -496,7 +497,7 @@ class WorkerSide:
                 job.end = self._end_of(job, reason, size_bytes, seconds)
             self._ended.notify_all()
 
-    def _end_of(self, job: _Job, reason: str, size_bytes: int, seconds: float) -> Loaded:
+    def _end_of(self, job: _Job, reason: Miss | None, size_bytes: int, seconds: float) -> Loaded:
         missing_tokens = 0
         if reason and not isinstance(job, _BackwardJob):  # none of its tokens counts as loaded early
             missing_tokens = job.load.tokens if self._by_request else len(job.missing()) * self.shape.block_tokens
@@ -507,18 +508,18 @@ class WorkerSide:
         now_s = self._clock()
         for job in list(self._jobs):
             if isinstance(job, _WaitingJob) and job.end is None and now_s >= job.due_s:
-                self._end_waiting(job, NOT_STORED)
+                self._end_waiting(job, Miss.NOT_IN_TIME)
             with self._ended:
                 if job.end is None and now_s >= job.due_s:
                     job.close()
                     # Loaded bytes give the rate; if nothing was loaded, the entire load takes longer than this.
                     size_bytes = self._bytes(job.load, job.placed or job.load.values)
-                    job.end = self._end_of(job, GIVEN_UP, size_bytes, now_s - job.began_s)
+                    job.end = self._end_of(job, Miss.DEADLINE, size_bytes, now_s - job.began_s)
             if job.end is None:
                 continue
             self._jobs.remove(job)
             self._outcome.loaded[job.load.request] = job.end
-            if job.end.reason and job.end.reason != ABORTED:
+            if job.end.reason and job.end.reason is not Miss.ABORTED:
                 if self._by_request:
                     self._failed.add(job.load.request)
                 else:

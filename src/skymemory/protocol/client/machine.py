@@ -65,6 +65,7 @@ from skymemory.protocol.wire import (
     parse_packet,
     since_s,
 )
+from skymemory.reasons import Miss
 
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
@@ -170,7 +171,7 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 def _passes_over(request: PacketRequest, transfer: ReadTransfer) -> bool:
     if not isinstance(transfer, ReplicatedRead):
         return False
-    return not transfer.missing or transfer.redirect(request.indices, request.satellite)
+    return not transfer.missing or transfer.redirect(request.indices, request.satellite, Miss.OTHER_VERSION)
 
 
 # The life of a read:
@@ -420,10 +421,10 @@ class ClientMachine:
         """Begin a question to a satellite; with ``once``, not retransmitted."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
-            self._finish(operation, "unreachable", now_s)
+            self._finish(operation, Miss.UNREACHABLE, now_s)
             return operation.number
         if op not in ALWAYS_SENT and self._peers.peer(satellite).lacks(op, now_s):
-            self._finish(operation, "unsupported", now_s)
+            self._finish(operation, Miss.UNSUPPORTED, now_s)
             return operation.number
         self._update_gateway(now_s)
         if operation.number not in self._operations:
@@ -483,17 +484,17 @@ class ClientMachine:
             else:  # soon done: it does not wait for the requests of large values
                 self._reads.appendleft(operation)
 
-    def _finish(self, operation: Operation, failure: str, now_s: float, body: bytes = b"") -> None:
+    def _finish(self, operation: Operation, failure: Miss | None, now_s: float, body: bytes = b"") -> None:
         if self._operations.pop(operation.number, None) is None:
             return
         if self._keepalive.on_write_end(operation.number, now_s):  # satellites may have dropped its first chunks
-            failure = failure or "interrupted"
+            failure = failure or Miss.INTERRUPTED
         self._in_flight.drop(operation)
         is_probe = operation.number in self._probes
         self._probes.discard(operation.number)
         if not failure:
             self._detector.succeeded(now_s)
-        elif failure == "timeout" and not is_probe:
+        elif failure is Miss.TIMEOUT and not is_probe:
             self._detector.timed_out(operation.started_s, now_s)
         if is_probe:
             return
@@ -513,7 +514,7 @@ class ClientMachine:
         if self._gateway is not None and self._gateway.dark:
             # It may be minutes until a satellite rises: for a cache, a miss now is better than a value then.
             for operation in list(self._operations.values()):
-                self._finish(operation, "out of sight", now_s)
+                self._finish(operation, Miss.OUT_OF_SIGHT, now_s)
             self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
@@ -568,7 +569,7 @@ class ClientMachine:
             if operation.number not in self._operations or not isinstance(transfer, WriteTransfer):
                 continue
             if self._detector.refuses(None):
-                self._finish(operation, "unreachable", now_s)
+                self._finish(operation, Miss.UNREACHABLE, now_s)
                 continue
             self._keepalive.on_write_begin(operation.number, transfer, now_s)
             for _ in self._send_chunks(operation, transfer, now_s):
@@ -585,7 +586,7 @@ class ClientMachine:
             transfer = operation.transfer
             if operation.number in self._operations and isinstance(transfer, ReadTransfer):
                 if self._detector.refuses(None):
-                    self._finish(operation, "unreachable", now_s)
+                    self._finish(operation, Miss.UNREACHABLE, now_s)
                 else:
                     self._request_chunks(operation, transfer, now_s)
                 if operation.number in self._operations and transfer.pending:
@@ -602,7 +603,7 @@ class ClientMachine:
                 burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
             )
             if silent and not transfer.avoid(suspects, self._stand_ins(transfer, now_s)):
-                self._finish(operation, "unreachable", now_s)
+                self._finish(operation, Miss.UNREACHABLE, now_s)
                 return
             transfer.checked_suspects = suspects.added
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
@@ -613,9 +614,9 @@ class ClientMachine:
             size_bytes = len(indices) * size_each
             if satellite in suspects:
                 transfer.pending.popleft()
-                if transfer.redirect(indices, satellite, "unreachable", self._stand_ins(transfer, now_s)):
+                if transfer.redirect(indices, satellite, Miss.UNREACHABLE, self._stand_ins(transfer, now_s)):
                     continue
-                self._finish(operation, "unreachable", now_s)
+                self._finish(operation, Miss.UNREACHABLE, now_s)
                 return
             lane = self._in_flight.lane(satellite)
             if not window.admits(size_bytes) or (lane is not None and not lane.admits(size_bytes)):
@@ -641,10 +642,10 @@ class ClientMachine:
             satellite, indices = burst.satellite, burst.indices
             if suspects and satellite in suspects:
                 if not transfer.waive(indices):
-                    self._finish(operation, "unreachable", now_s)
+                    self._finish(operation, Miss.UNREACHABLE, now_s)
                     return
                 if transfer.missing == 0:
-                    self._finish(operation, "", now_s)
+                    self._finish(operation, None, now_s)
                     return
                 pending.drop(len(indices))
                 continue
@@ -702,7 +703,7 @@ class ClientMachine:
                 transfer.on_chunks_placed(*tally[3:6])
                 if transfer.pending:
                     self._enqueue(request.operation)
-        endings: dict[Operation, str] = {}
+        endings: dict[Operation, Miss | None] = {}
         for request, transfer, (_, echo_us, _, placed_chunks, duplicates, corrupt, foreign) in awaited_runs:
             size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
             self._in_flight.answered(request, (placed_chunks + duplicates) * size_each)
@@ -714,7 +715,7 @@ class ClientMachine:
             elif proves_life:
                 self._record_answer(request, echo_us, now_s)
             if foreign and not _passes_over(request, transfer):
-                endings[request.operation] = "other version"
+                endings[request.operation] = Miss.OTHER_VERSION
             elif foreign and transfer.missing:
                 self._in_flight.retire(request)
                 self._enqueue(request.operation)
@@ -729,7 +730,7 @@ class ClientMachine:
                     # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
                     self._in_flight.hurry(request, now_s)
             elif request.operation not in endings:
-                endings[request.operation] = "" if verified(transfer.info, transfer.landing) else "corrupt"
+                endings[request.operation] = None if verified(transfer.info, transfer.landing) else Miss.CORRUPT
         for operation, failure in endings.items():
             self._finish(operation, failure, now_s)
 
@@ -816,17 +817,17 @@ class ClientMachine:
     def _receive_answer(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
-            self._finish(operation, "refused", now_s)
+            self._finish(operation, Miss.REFUSED, now_s)
         elif header.op is Op.UNREACHABLE:
             # Its neighbours know that it is dead before its silence is long enough.
             if header.status is Status.NO_ROUTE and request.peer.heard_s < request.begun_s:
                 self._peers.suspects.add(request.satellite, now_s)
-            self._failed(request, "unreachable", now_s)
+            self._failed(request, Miss.UNREACHABLE, now_s)
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
             request.peer.declares(known, now_s)
             request.peer.cannot(request.op, now_s)
-            self._failed(request, "unsupported", now_s)
+            self._failed(request, Miss.UNSUPPORTED, now_s)
         elif header.op is Op.BUSY:
             request.window.lost(now_s, request.peer.round_trip.smoothed_s)
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
@@ -834,15 +835,15 @@ class ClientMachine:
             if selection.key != transfer.info.key:
                 return
             if header.status is not Status.OK:
-                self._failed(request, "full", now_s)
+                self._failed(request, Miss.FULL, now_s)
             else:
                 self._stored(request, transfer, selection.indices(), header.credit, now_s)
         elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
             self._missed(request, transfer, header, Selection.unpack(body), now_s)
         elif transfer is None and header.op is _ANSWERS.get(request.op):
-            self._finish(operation, "", now_s, bytes(body))
+            self._finish(operation, None, now_s, bytes(body))
         elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
-            self._finish(operation, "missing", now_s)
+            self._finish(operation, Miss.MISSING, now_s)
         else:
             self.counters.add("packets_unexpected")
 
@@ -889,7 +890,7 @@ class ClientMachine:
         if request.in_flight_bytes == 0:
             self._in_flight.completed(request, now_s)
         if transfer.missing == 0:
-            self._finish(request.operation, "", now_s)
+            self._finish(request.operation, None, now_s)
         elif request.in_flight_bytes == 0:
             self._in_flight.retire(request)
         elif transfer.acknowledged[request.indices[-1]]:
@@ -925,12 +926,12 @@ class ClientMachine:
             self._in_flight.retire(request)
         self._enqueue(request.operation)
 
-    def _failed(self, request: PacketRequest, failure: str, now_s: float) -> None:
+    def _failed(self, request: PacketRequest, failure: Miss, now_s: float) -> None:
         """Read a failed request's chunks elsewhere or leave them to copies; otherwise end the operation."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
             # If no satellite was heard, others would not answer either: the timeout ends the read.
-            reachable = failure != "timeout" or self._peers.any_heard_since(request.begun_s)
+            reachable = failure is not Miss.TIMEOUT or self._peers.any_heard_since(request.begun_s)
             stand_ins = self._stand_ins(transfer, now_s) if reachable else None
             saved = transfer.redirect(request.indices, request.satellite, failure, stand_ins)
             failure = failure if saved else transfer.why_ended(request.indices, failure)
@@ -941,7 +942,7 @@ class ClientMachine:
             return
         self._in_flight.retire(request)
         if isinstance(transfer, WriteTransfer) and transfer.missing == 0:
-            self._finish(request.operation, "", now_s)
+            self._finish(request.operation, None, now_s)
         else:
             self._enqueue(request.operation)
 
@@ -981,7 +982,7 @@ class ClientMachine:
             for satellite, body in announcements:  # unacknowledged
                 self.cancel(self.ask(Op.RETAIN, body, satellite, now_s, once=True))
             for number in late:
-                self._finish(self._operations[number], "interrupted", now_s)
+                self._finish(self._operations[number], Miss.INTERRUPTED, now_s)
         if now_s >= self._detector.next_s:
             self._probe(self._detector.take_due_probes(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 

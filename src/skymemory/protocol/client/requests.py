@@ -43,6 +43,7 @@ from skymemory.protocol.wire import (
     prefixed_batch,
     single,
 )
+from skymemory.reasons import Miss
 
 ALWAYS_SENT = (Op.PING, Op.ADVANCE)
 """Operations sent even to suspects, for operators."""
@@ -382,8 +383,8 @@ class InFlight:
         self._set_deadline(request, now_s + _timeout_s(request.peer, request.link))
         return transfer.ask_next(request.indices, request.satellite)
 
-    def repeat_or_give_up(self, request: PacketRequest, moves: Moves, now_s: float) -> str:
-        """Settle or repeat an overdue request. Return why it is given up, or ""."""
+    def repeat_or_give_up(self, request: PacketRequest, moves: Moves, now_s: float) -> Miss | None:
+        """Settle or repeat an overdue request. Return why it is given up."""
         transfer = request.operation.transfer
         wanted: list[int] = []
         if transfer is not None:
@@ -391,31 +392,31 @@ class InFlight:
             wanted = [index for index in request.indices if not completed[index]]
             if not wanted:  # 1. its chunks arrived by another request
                 self.retire(request)
-                return ""
+                return None
         satellite = request.satellite
         ignored = transfer is None and self._ignored(request)
         if ignored and request.heard_beside >= _UNSUPPORTED_TRIES:
             request.peer.cannot(request.op, now_s)
-            return "unsupported"
+            return Miss.UNSUPPORTED
         # 2. Silence counts from the last answer to anything: a satellite that answers others is busy, not dead.
         silent_until_s = self._peers.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
         if now_s >= silent_until_s or now_s >= request.begun_s + _MAX_PARTIAL * self._give_up_s:
             self._suspect_all(request.operation, now_s)
             self._peers.suspects.add(satellite, now_s)
-            return "timeout"
+            return Miss.TIMEOUT
         if satellite in self._peers.suspects and request.op not in ALWAYS_SENT:
-            return "unreachable"  # an earlier request to it has shown it silent meanwhile
+            return Miss.UNREACHABLE  # an earlier request to it has shown it silent meanwhile
         if not ignored and self._still_queued(request, now_s):  # 3. its turn has not come
-            return ""
+            return None
         stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
         if stands_in and request.attempts >= _STAND_IN_TRIES:
             request.peer.quiet = True  # perhaps late, and no suspect: requests that need it wait for it
-            return "timeout"
+            return Miss.TIMEOUT
         if request.once:  # 4. or, for a question that is sent once, the last wait
             self._set_deadline(request, silent_until_s)
         else:
             self._repeat(request, wanted, moves, silent_until_s, now_s)
-        return ""
+        return None
 
     def _repeat(
         self, request: PacketRequest, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float

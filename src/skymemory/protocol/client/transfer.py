@@ -37,6 +37,7 @@ from skymemory.protocol.wire import (
     Buffer,
     Slices,
 )
+from skymemory.reasons import Miss
 
 Everywhere = Callable[[], Sequence[Moves]]
 """Moves at which a chunk may have been left, now's first."""
@@ -97,7 +98,7 @@ class TransferReport:
     duplicate_chunks: int = 0
     corrupt_chunks: int = 0
     seconds: float = 0.0
-    failure: str = ""
+    failure: Miss | None = None
     clock_ahead_s: float = 0.0
 
 
@@ -223,14 +224,14 @@ class _Search:
     silent: set[SatelliteId] | None = None
     since_s: float = 0.0
     proof: bool = True
-    silence: str = ""
+    silence: Miss | None = None
     """Failure of the satellite in whose place stand-ins are asked."""
 
     def renew(self, moves: Moves) -> bool:
         if self.at == moves or self.renewals == _MAX_RENEWALS:
             return False
         self.renewals += 1
-        self.at, self.silent, self.silence = moves, None, ""
+        self.at, self.silent, self.silence = moves, None, None
         return True
 
 
@@ -264,7 +265,7 @@ class ReadTransfer:
         self._aside: list[Burst] = []
         """Bursts that wait until the stand-ins have served."""
         self._sought: set[int] = set()
-        self._failures: dict[SatelliteId, str] = {}
+        self._failures: dict[SatelliteId, Miss] = {}
         """First failure of each satellite that needed stand-ins: after a timeout it counts as unreachable, which is no
         news.
         """
@@ -286,15 +287,15 @@ class ReadTransfer:
             return 0 not in self.arrived[indices.start : indices.stop : indices.step]
         return all(map(self.arrived.__getitem__, indices))
 
-    def absent(self, indices: list[int], answer: Absence) -> str:
+    def absent(self, indices: list[int], answer: Absence) -> Miss | None:
         """Search for chunks that a satellite does not hold.
 
         1. The likely places in turn: now → nearby → now again, because a chunk stays in its old place until its copy is
            acknowledged and aged.
         2. All places where it can have been left, at once.
 
-        Return why the read must end, or "". "missing" is proved: all places have said so within ``PROOF_S``, at the
-        same moves, with no handover in progress. Everything else is "under way".
+        Return why the read must end. MISSING is proved: all places have said so within ``PROOF_S``, at the same moves,
+        with no handover in progress. Everything else is UNDER_WAY.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -307,9 +308,9 @@ class ReadTransfer:
                 if answer.asked_s < search.since_s or not self._answered_everywhere(search, answer):
                     continue
                 if search.proof and answer.now_s - search.since_s <= PROOF_S:
-                    return "missing"
+                    return Miss.MISSING
                 if not search.renew(answer.moves):
-                    return self.why_ended((index,), "") if search.silence else "under way"
+                    return self.why_ended((index,), Miss.UNDER_WAY) if search.silence else Miss.UNDER_WAY
                 search.left = self._likely(index, answer)
             elif not search.left and search.renew(answer.moves):  # the box has moved: other places are likely now
                 search.left = self._likely(index, answer)
@@ -320,7 +321,7 @@ class ReadTransfer:
                     bursts.setdefault(place, []).append(index)
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         self.checked_suspects = None
-        return ""
+        return None
 
     def _likely(self, index: int, answer: Absence) -> deque[SatelliteId]:
         return self._get_other_places(index, answer.satellite, answer.nearby)
@@ -346,7 +347,7 @@ class ReadTransfer:
         return deque([*other_places, next(iter(places))] if other_places else [])
 
     def redirect(
-        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", stand_ins: StandIns | None = None
+        self, indices: Sequence[int], satellite: SatelliteId, failure: Miss, stand_ins: StandIns | None = None
     ) -> bool:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
@@ -372,7 +373,7 @@ class ReadTransfer:
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         return True
 
-    def _stand_ins(self, index: int, silent: SatelliteId, failure: str, stand_ins: StandIns) -> _Search:
+    def _stand_ins(self, index: int, silent: SatelliteId, failure: Miss, stand_ins: StandIns) -> _Search:
         at = stand_ins.at()
         known_places = self._places(index % self.info.servers, at)
         places = [place for place in known_places if place != silent and not stand_ins.quiet(place)]
@@ -382,7 +383,7 @@ class ReadTransfer:
         self._searches[index] = search
         return search
 
-    def why_ended(self, indices: Sequence[int], failure: str) -> str:
+    def why_ended(self, indices: Sequence[int], failure: Miss) -> Miss:
         """Return the reason of a read that ends because these chunks' satellite failed.
 
         Stand-ins that fail leave the failure in whose place they were asked. Of the missing chunks' failures the most
@@ -392,7 +393,7 @@ class ReadTransfer:
         failures = {silence for silence in silences.values() if silence}
         if not any(silences.get(index) for index in indices):
             failures.add(failure)
-        return min(failures, key=lambda reason: (reason == "timeout", reason != "unreachable", reason))
+        return min(failures, key=lambda reason: (reason is Miss.TIMEOUT, reason is not Miss.UNREACHABLE, reason))
 
     def avoid(self, suspects: Suspects, stand_ins: StandIns) -> bool:
         """Ask the stand-ins of silent satellites first. Return False without stand-ins."""
@@ -401,7 +402,7 @@ class ReadTransfer:
             one_of_many = self.is_one_of_many(burst.indices)
             if burst.satellite in suspects and not one_of_many:
                 self._sought.update(burst.indices)
-                if not self.redirect(burst.indices, burst.satellite, "unreachable", stand_ins):
+                if not self.redirect(burst.indices, burst.satellite, Miss.UNREACHABLE, stand_ins):
                     return False
             elif one_of_many or not self._sought.isdisjoint(burst.indices):
                 self.pending.append(burst)  # not put aside: what is put aside waits for it
@@ -542,10 +543,10 @@ class ReplicatedRead(ReadTransfer):
                 self.pending.extend(planned(info.chunks, copy(moves), info.servers, burst_chunks)[0])
 
     def redirect(
-        self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", stand_ins: StandIns | None = None
+        self, indices: Sequence[int], satellite: SatelliteId, failure: Miss, stand_ins: StandIns | None = None
     ) -> bool:
         self._failed.add(satellite)
-        if super().redirect(indices, satellite):
+        if super().redirect(indices, satellite, failure):
             return True
         bursts = self._elsewhere(indices, satellite)
         if bursts is None:

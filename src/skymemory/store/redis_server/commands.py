@@ -28,6 +28,7 @@ from itertools import chain
 from skymemory import __version__
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.metrics import SharedCounters
+from skymemory.reasons import Miss
 from skymemory.store.accounting import BudgetedStore
 from skymemory.store.base import Buffer, KeyLocks, LoadTicket, Presence, Store
 from skymemory.store.disk import DiskStore
@@ -948,15 +949,15 @@ def _pairs(words: Sequence[Word], verb: str) -> list[tuple[Key, Word]]:
 
 
 def _to_store(key: Key, value: Word) -> Buffer:
-    stored: Buffer | str
+    stored: Buffer | Miss
     if isinstance(value, Framed):
         is_sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
-        stored = value.data if is_sound else "corrupt"
+        stored = value.data if is_sound else Miss.CORRUPT
     elif key.name:
         stored = key.front(memoryview(value).nbytes) + bytes(value)
     else:
         stored = opened(key.stored, value)
-    if isinstance(stored, str):
+    if isinstance(stored, Miss):
         raise Refused("a block's value ends in a mark and a CRC of key and value, as the redis:// store sends it")
     return stored
 

@@ -23,6 +23,7 @@ from skymemory.protocol.messages import (
     unpack_count,
 )
 from skymemory.protocol.wire import Op
+from skymemory.reasons import Miss
 from skymemory.store.base import LEASE_S
 from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
@@ -140,7 +141,7 @@ class Evictor:
             dead = [(info.key, _setting(info)) for info in page]
             questions.append((satellite, pack_forget(dead, since_s), page))
         answers = ask_all(self._driver, Op.FORGET, questions)
-        silent = [page for page, answer in answers if not answer.ok and answer.report.failure != "unsupported"]
+        silent = [page for page, answer in answers if not answer.ok and answer.report.failure is not Miss.UNSUPPORTED]
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:

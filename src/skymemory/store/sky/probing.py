@@ -26,6 +26,7 @@ from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, ChunkPresence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Buffer, Op
+from skymemory.reasons import Miss
 from skymemory.store.named import NamedValue, named_value
 from skymemory.store.sky.shared_index import SharedIndex
 
@@ -421,7 +422,7 @@ def _list_keys(
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
         answers = ask_all(driver, Op.LIST, lists)
         failures = [answer.report.failure for _, answer in answers if not answer.ok]
-        refused = "refused" in failures or driver.machine.counters.get("refusals_unproved") > 0
+        refused = Miss.REFUSED in failures or driver.machine.counters.get("refusals_unproved") > 0
         if len(failures) == len(answers) and refused:
             raise CommandsRefused()
         for satellite, answer in answers:

@@ -28,6 +28,7 @@ from skymemory.protocol.client.transfer import ValueInfo, can_hold
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
 from skymemory.protocol.messages import Kept, Retain, pack_retain, pack_setting, unpack_retained
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.reasons import LOST, UNANSWERED, Miss
 from skymemory.store.base import (
     Buffer,
     BufferPool,
@@ -57,17 +58,12 @@ from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.units import format_size
 
 _TYPICAL_BYTES = 3e6
-_DOUBTFUL = ("corrupt", "other version")
+_DOUBTFUL = (Miss.CORRUPT, Miss.OTHER_VERSION)
 """Failures that may be wrong: the value is read again before it is evicted."""
-_GONE = ("missing", "corrupt")
-_UNANSWERED = ("unreachable", "timeout", "out of sight")
-"""Failures without an answer. ``_GONE``: failures that prove a loss."""
-
-
-_REASONS = {
-    "unreachable": "none of its satellites can be reached",
-    "timeout": "satellites did not answer in time",
-    "out of sight": "no satellite for it is in sight",
+_WORDS = {
+    Miss.UNREACHABLE: "none of its satellites can be reached",
+    Miss.TIMEOUT: "satellites did not answer in time",
+    Miss.OUT_OF_SIGHT: "no satellite for it is in sight",
 }
 """Failures of writes in words for users; others are words already."""
 
@@ -253,8 +249,8 @@ class ConstellationStore(RemoteStore):
             at: infos[key].value_crc for at, key in enumerate(ticket.keys) if key in rows and key in values
         }
         seconds = self._driver.now_s() - started_s
-        silent = "uncertain" if self._driver.machine.breaker.closed else "unreachable"
-        absent = KeyReport(reason="absent" if certain else silent)
+        silent = Miss.UNCERTAIN if self._driver.machine.breaker.closed else Miss.UNREACHABLE
+        absent = KeyReport(reason=Miss.ABSENT if certain else silent)
         reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
         loaded_bytes = sum(infos[key].value_bytes for key in values)
@@ -290,17 +286,18 @@ class ConstellationStore(RemoteStore):
             self._counters.add("second_looks", len(doubtful))
             outcomes.update(self._read(doubtful, outs))
         values: dict[bytes, memoryview] = {}
-        failed: dict[str, list[ValueInfo]] = {}
+        failed: dict[Miss, list[ValueInfo]] = {}
         for info in infos:
-            outcome = outcomes.get(info.key)
-            if outcome is not None and outcome.ok:
+            if (outcome := outcomes.get(info.key)) is None:
+                continue
+            if failure := outcome.report.failure:
+                self._counters.add("failures", label=failure)
+                failed.setdefault(failure, []).append(info)
+            else:
                 out = outs[info.key]
                 values[info.key] = (out.head if isinstance(out, Rows) else out).toreadonly()
-            elif outcome is not None:
-                self._counters.add("failures", label=outcome.report.failure)
-                failed.setdefault(outcome.report.failure, []).append(info)
-        lost = [info for failure in _GONE for info in failed.get(failure, ())]
-        if replaced := failed.get("other version"):
+        lost = [info for reason in LOST for info in failed.get(reason, ())]
+        if replaced := failed.get(Miss.OTHER_VERSION):
             lost += self._catalog.adopt_replacements(replaced, self._driver.now_s())
         if lost and self.settings.lazy_eviction:
             self._evictor.evict_holed(lost, looked_s)
@@ -372,8 +369,8 @@ class ConstellationStore(RemoteStore):
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():
             self._count(outcome)
-            if not outcome.ok:
-                self._counters.add("failures", label=outcome.report.failure)
+            if failure := outcome.report.failure:
+                self._counters.add("failures", label=failure)
         if failed:
             self._evictor.clean_up_failed(failed, ahead.before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
@@ -385,10 +382,9 @@ class ConstellationStore(RemoteStore):
         self._touch(ahead.chain)
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
-        ticket.unanswered = frozenset(key for key, outcome in finished.items() if outcome.report.failure in _UNANSWERED)
-        ticket.reason = next(
-            (_REASONS.get(end.report.failure, end.report.failure) for end in finished.values() if not end.ok), ""
-        )
+        ticket.unanswered = frozenset(key for key, outcome in finished.items() if outcome.report.failure in UNANSWERED)
+        failures = (outcome.report.failure for outcome in finished.values())
+        ticket.reason = next((_WORDS.get(failure, failure) for failure in failures if failure), "")
         self._counters.add("stored", len(stored))
         return [key in stored for key in keys]
 

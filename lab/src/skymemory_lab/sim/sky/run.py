@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import HANDED_OVER_S, STRATEGY_CODES
+from skymemory.reasons import LOST, Miss
 from skymemory.testbed.connect import clock_of, sky_of
 from skymemory.testbed.virtual import VirtualConstellation
 from skymemory_lab.sim.sky.bound import lower_bound_s
@@ -42,13 +44,21 @@ from skymemory_lab.sim.sweeps import Progress, Way, sweep
 
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
 """Version of kept results, changed with code that changes results."""
-_UNSEEN = "nothing in sight"
-_FIRST, _WRITING, _BEHIND, _LOST = "first use", "being stored", "behind a miss", "not stored"
-_GONE = ("missing", "corrupt")
 _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 
 # --- One cell ---
+
+
+@unique
+class Unserved(StrEnum):
+    """Reason, beside a ``Miss`` of the client, why an operation failed or was not begun."""
+
+    UNSEEN = "nothing in sight"
+    FIRST_USE = "first use"
+    BEING_STORED = "being stored"
+    NOT_STORED = "not stored"
+    NOT_ENDED = "not ended"
 
 
 class _Transfer(NamedTuple):
@@ -111,8 +121,8 @@ class _Run(ABC):
         self.scenario = scenario
         self.packets = 0
         self.transfers: list[_Transfer] = []
-        self.misses: Counter[str] = Counter()
-        self.failed_sets: Counter[str] = Counter()
+        self.misses: Counter[Miss | Unserved] = Counter()
+        self.failed_sets: Counter[Miss | Unserved] = Counter()
         self.hits_of: Counter[int] = Counter()
         self.misses_of: Counter[int] = Counter()
         hosts = range(len(scenario.ground))
@@ -133,8 +143,8 @@ class _Run(ABC):
         centre = self._sky.centre_at(self._clock.moves(now_s))
         return not self._beams[host] or bool(self.sights[host].in_sight(centre, self._clock.sky_s(now_s)))
 
-    def missed(self, host: int, why: str) -> None:
-        self.misses[why] += 1
+    def missed(self, host: int, reason: Miss | Unserved) -> None:
+        self.misses[reason] += 1
         self.misses_of[host] += 1
 
     def hit(self, host: int) -> None:
@@ -163,14 +173,14 @@ class _ByModel(_Run):
             after_miss = False
             for at_s, host, put, key, value_bytes in request:
                 unseen = not self.sees(host, at_s)
-                reason = _UNSEEN if unseen else _BEHIND if after_miss else _FIRST
+                reason: Miss | Unserved = Miss.BEHIND_MISS if after_miss else Unserved.FIRST_USE
                 is_hit = not put and key in known and not unseen and not after_miss
                 if not put:
-                    self.hit(host) if is_hit else self.missed(host, reason)
+                    self.hit(host) if is_hit else self.missed(host, Unserved.UNSEEN if unseen else reason)
                     after_miss = not is_hit
                 if unseen:
                     if put or key not in known:
-                        self.failed_sets[_UNSEEN] += 1
+                        self.failed_sets[Unserved.UNSEEN] += 1
                     continue
                 if is_hit or put or key not in known:
                     self.transfers.append(_Transfer(host, "get" if is_hit else "set", value_bytes, at_s, math.nan))
@@ -190,7 +200,7 @@ class _Begun(NamedTuple):
 class _Request:
     operations: Sequence[ScheduledOperation]
     waiting: int = 0
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Miss | Unserved] = field(default_factory=dict)
 
 
 class _ByMachines(_Run):
@@ -230,9 +240,9 @@ class _ByMachines(_Run):
             pass
         for transfer in self._begun.values():
             if transfer.out is None:
-                self.failed_sets["not ended"] += 1
+                self.failed_sets[Unserved.NOT_ENDED] += 1
             else:
-                self.missed(transfer.operation.host, "not ended")
+                self.missed(transfer.operation.host, Unserved.NOT_ENDED)
         self.packets = self._simulated.datagrams_sent
 
     def _advance(self, until_s: float) -> None:
@@ -254,12 +264,13 @@ class _ByMachines(_Run):
             return
         if not self.sees(first.host, self._simulated.now_s):
             for operation in request.operations:
-                self.missed(operation.host, _UNSEEN)
+                self.missed(operation.host, Unserved.UNSEEN)
             return
         for at, operation in enumerate(request.operations):
             if operation.key not in self._index:
                 used = operation.key in self._writing  # a counter keeps keys with a count of 0
-                request.failures[at] = _WRITING if self._writing[operation.key] else _LOST if used else _FIRST
+                earlier = Unserved.NOT_STORED if used else Unserved.FIRST_USE
+                request.failures[at] = Unserved.BEING_STORED if self._writing[operation.key] else earlier
                 break
             self._get(request, at)
         if not request.waiting:
@@ -276,7 +287,7 @@ class _ByMachines(_Run):
     def _put(self, request: _Request, at: int) -> None:
         operation, now_s = request.operations[at], self._simulated.now_s
         if not self.sees(operation.host, now_s):
-            self.failed_sets[_UNSEEN] += 1
+            self.failed_sets[Unserved.UNSEEN] += 1
             return
         placement, value = self.scenario.placement, self._value(operation.key, operation.value_bytes)
         how = placement.chunk_bytes, self._code, placement.servers
@@ -293,19 +304,19 @@ class _ByMachines(_Run):
         operation, request, info, failure = transfer.operation, transfer.request, transfer.info, event.report.failure
         if transfer.out is None:
             self._writing[operation.key] -= 1
-            if event.ok:
+            if failure:
+                self.failed_sets[failure] += 1
+            else:
                 self._index[operation.key] = info
                 self._record_transfer("set", transfer)
-            else:
-                self.failed_sets[failure] += 1
             return
-        if event.ok:
+        if failure:
+            request.failures[transfer.at] = failure
+            if failure in LOST and self._index.get(operation.key) is info:
+                del self._index[operation.key]
+        else:
             self.wrong += transfer.out != self._value(operation.key, operation.value_bytes)
             self._record_transfer("get", transfer)
-        else:
-            request.failures[transfer.at] = failure
-            if failure in _GONE and self._index.get(operation.key) is info:
-                del self._index[operation.key]
         request.waiting -= 1
         if not request.waiting:
             self._complete(request)
@@ -316,7 +327,7 @@ class _ByMachines(_Run):
             if at < first:
                 self.hit(operation.host)
                 continue
-            self.missed(operation.host, request.failures.get(at, _BEHIND))
+            self.missed(operation.host, request.failures.get(at, Miss.BEHIND_MISS))
             if operation.key not in self._index and not self._writing[operation.key]:
                 self._put(request, at)
 
