@@ -28,6 +28,7 @@ from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
+from skymemory.pacing import backoff_s
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
@@ -35,7 +36,7 @@ from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, Translati
 from skymemory.router.apis.translation import error_body as body_of_error
 from skymemory.router.apis.translation import error_event as event_of_error
 from skymemory.router.backends import Backends
-from skymemory.router.failure.budget import RetryBudget, Sends, backoff_s
+from skymemory.router.failure.budget import FIRST_S, MOST_S, RetryBudget, Sends
 from skymemory.router.failure.evidence import Attempts
 from skymemory.router.failure.faults import RULES, Fault, fault_of, retry_after_s
 from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
@@ -500,7 +501,8 @@ class Exchange(Attempts):
 
     def _back_off(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
         again = partial(self._again, server, fault, number, is_paid)
-        self._pause = asyncio.get_running_loop().call_later(backoff_s(number, self._of.random), again)
+        wait_s = backoff_s(number, FIRST_S, MOST_S, self._of.random.random)
+        self._pause = asyncio.get_running_loop().call_later(wait_s, again)
 
     def _again(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
         self._pause = None

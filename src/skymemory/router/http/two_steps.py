@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING
 
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.scheduler import Refusal, ScheduledRequest
+from skymemory.pacing import backoff_s
 from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
-from skymemory.router.failure.budget import Sends, backoff_s
+from skymemory.router.failure.budget import FIRST_S, MOST_S, Sends
 from skymemory.router.failure.faults import RULES, Fault, fault_of
 from skymemory.router.failure.silence import DECODED, FIRST_TOKEN, WHOLE
 from skymemory.router.http.exchange import Exchange, decision_line, fault_of_error, request_head
@@ -218,7 +219,9 @@ class TwoStepExchange(Exchange):
             self._do_without_prefill()
         else:
             self._prefill_retries += 1
-            wait_s = backoff_s(self._prefill_retries, of.random) if fault is None or RULES[fault].backs_off else 0.0
+            wait_s = 0.0
+            if fault is None or RULES[fault].backs_off:
+                wait_s = backoff_s(self._prefill_retries, FIRST_S, MOST_S, of.random.random)
             if wait_s:
                 again = partial(self._ask_prefill_again, server)
                 self._prefill_pause = asyncio.get_running_loop().call_later(wait_s, again)
