@@ -63,7 +63,7 @@ class CircuitBreaker:
                 self._failed_loads = 0
             if loaded or not self._loads_opened:
                 self._on_trial = False
-                self._waits.reset()
+                self._waits.failures = 0
 
     def failed(self, now_s: float, *, load: bool = False) -> None:
         """Record a failed or late call; the first after a successful probe reopens the breaker."""
@@ -81,8 +81,7 @@ class CircuitBreaker:
             self._open(now_s)
             self._loads_opened = False
             if probe_at_once:
-                self._until_s = now_s
-                self._waits.reset()
+                self._until_s, self._waits.failures = now_s, 0
 
     def probe_due(self, now_s: float) -> bool:
         """Return True if a probe must be sent now."""

@@ -55,8 +55,8 @@ class ByteBudget:
 
 
 def backoff_s(failures: int, first_s: float, most_s: float, random: Callable[[], float] = lambda: 1.0) -> float:
-    """Return the wait after ``failures`` in a row (from 1): ``first_s``, doubled up to ``most_s``. ``random`` leaves out
-    up to half, to separate joint failures.
+    """Return the wait after ``failures`` in a row (from 1): ``first_s``, doubled up to ``most_s``. ``random``
+    leaves out up to half, to separate joint failures.
     """
     return min(most_s, math.ldexp(first_s, min(failures - 1, 60))) * (0.5 + 0.5 * random())
 
@@ -69,9 +69,6 @@ class Backoff:
     most_s: float
     failures: int = 0
     due_s: float = -math.inf
-
-    def reset(self) -> None:
-        self.failures = 0
 
     def next_s(self) -> float:
         """Count a failure, and return the wait after it."""

@@ -130,8 +130,7 @@ class RedisReplicas:
                 await self._check_stream()
                 await self._send()
                 await self._receive()
-                self.status.degraded, pause_s = "", self._interval_s
-                pauses.reset()
+                self.status.degraded, pause_s, pauses.failures = "", self._interval_s, 0
             except self._failures as error:
                 since = time.strftime("%H:%M:%SZ", time.gmtime())
                 if not self.status.degraded or self.status.degraded == "not connected yet":

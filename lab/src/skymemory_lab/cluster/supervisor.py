@@ -245,7 +245,7 @@ class Supervised:
             if not self.restarts:
                 break
             if lasted_s >= LASTING_S:
-                pauses.reset()
+                pauses.failures = 0
             self._set("restarting")
             if self._stopping.wait(pauses.next_s()):
                 break

@@ -213,8 +213,7 @@ class BlockFetcher:
         while at < len(chains[0]):
             count = await self._next(generation, chains, at)
             if count:
-                at, progress_s = at + count, time.monotonic()
-                pauses.reset()
+                at, progress_s, pauses.failures = at + count, time.monotonic(), 0
                 continue
             if count is None or at >= expected:
                 break

@@ -46,7 +46,7 @@ class TierMover:
                     self._store_backlog(tier)
             if filled and not self._stopping.is_set():
                 if self.move_batch():
-                    unmoved.reset()
+                    unmoved.failures = 0
                 else:
                     self._stopping.wait(unmoved.next_s())
 

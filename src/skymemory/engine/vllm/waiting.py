@@ -38,8 +38,7 @@ class PollInterval:
         if not values:
             self.values = 1
             return self._pauses.next_s()
-        self._pauses.reset()
-        all_came = values >= self.values
+        all_came, self._pauses.failures = values >= self.values, 0
         if not all_came or seconds > _QUICK_S:
             self.values = max(1, self.values // 2)
         else:

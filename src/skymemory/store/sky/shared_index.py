@@ -294,8 +294,7 @@ class SharedIndex:
         ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``side_file``, the lock is
         not free and nothing changed.
         """
-        give_up_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0)
-        pauses = Backoff(_LEAST_PAUSE_S, _MOST_PAUSE_S)
+        give_up_s, pauses = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), Backoff(_LEAST_PAUSE_S, _MOST_PAUSE_S)
         while True:
             with self._lock:
                 if self._fd < 0:
