@@ -684,13 +684,13 @@ class Exchange(Attempts):
             is_whole = at_end and not kind.startswith(_EVENT_STREAM)
             self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
+        self._enter(STREAMING)
         self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
         # An error says nothing about the cache, so its account closes as failed.
         if is_good:
             result.ttft_s = now_s - result.began_s
             if not at_end and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
-        self._enter(STREAMING)
         if reader.streams and self._may_go_on(response):
             of_reader = self._of.reader
             tokens_of = of_reader.tokens_of if of_reader.has_tokenizer else None
