@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from skymemory.errors import InvalidInput
+from skymemory.pacing import Backoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class CircuitBreaker:
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._failures = self._failed_loads = 0
-        self._wait_s = self._config.first_wait_s
+        self._waits = Backoff(self._config.first_wait_s, self._config.last_wait_s)
         self._until_s = 0.0
         self._on_trial = False
         self._loads_opened = False
@@ -62,7 +63,7 @@ class CircuitBreaker:
                 self._failed_loads = 0
             if loaded or not self._loads_opened:
                 self._on_trial = False
-                self._wait_s = self._config.first_wait_s
+                self._waits.failures = 0
 
     def failed(self, now_s: float, *, load: bool = False) -> None:
         """Record a failed or late call; the first after a successful probe reopens the breaker."""
@@ -80,7 +81,7 @@ class CircuitBreaker:
             self._open(now_s)
             self._loads_opened = False
             if probe_at_once:
-                self._until_s, self._wait_s = now_s, self._config.first_wait_s
+                self._until_s, self._waits.failures = now_s, 0
 
     def probe_due(self, now_s: float) -> bool:
         """Return True if a probe must be sent now."""
@@ -92,7 +93,7 @@ class CircuitBreaker:
             return False
         self.state = "half-open"
         if limit_s is None:
-            self._wait(now_s)
+            self._until_s = now_s + self._waits.next_s()
         else:
             self._until_s = now_s + limit_s
         return True
@@ -118,8 +119,4 @@ class CircuitBreaker:
     def _open(self, now_s: float) -> None:
         self.times_opened += self.closed
         self.state = "open"
-        self._wait(now_s)
-
-    def _wait(self, now_s: float) -> None:
-        self._until_s = now_s + self._wait_s
-        self._wait_s = min(2 * self._wait_s, self._config.last_wait_s)
+        self._until_s = now_s + self._waits.next_s()

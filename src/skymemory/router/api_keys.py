@@ -36,6 +36,7 @@ from typing import Any
 from skymemory.config import filled, integer, parse_toml, positive, setting, suggestion, text, whole_number
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import decode_text, read_bounded
+from skymemory.pacing import TokenBucket
 from skymemory.router.api_error import ApiError
 
 KEY_PREFIX = "sk-sky-"
@@ -166,32 +167,12 @@ def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
     return source + added
 
 
-@dataclass(slots=True)
-class _Bucket:
-    limit: int
-    level: float
-    at_s: float
-
-    def filled(self, now_s: float) -> float:
-        if now_s > self.at_s:
-            self.level = min(float(self.limit), self.level + (now_s - self.at_s) * self.limit / MINUTE_S)
-            self.at_s = now_s
-        return self.level
-
-    def wait_s(self, amount: float) -> float:
-        return max(0.0, amount - self.level) * MINUTE_S / self.limit
-
-    def set_limit(self, limit: int) -> None:
-        self.level = max(min(self.level, 0.0), self.level + limit - self.limit)
-        self.limit = limit
-
-
 @dataclass(slots=True, eq=False)
 class _TenantAccount:
     tenant: Tenant
     in_flight: int = 0
-    requests: _Bucket | None = None
-    tokens: _Bucket | None = None
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -262,18 +243,18 @@ class ApiKeys:
         """
         account = self._account(tenant, now_s)
         tenant, requests, bucket = account.tenant, account.requests, account.tokens
-        if requests is not None and requests.filled(now_s) < 1 - _ROUNDING:
+        if requests is not None and requests.refill(now_s) < 1 - _ROUNDING:
             raise self._too_much(account, "requests", requests, 1, now_s)
-        if bucket is not None and bucket.filled(now_s) < tokens - _ROUNDING:
+        if bucket is not None and bucket.refill(now_s) < tokens - _ROUNDING:
             raise self._too_much(account, "tokens", bucket, tokens, now_s)
         if tenant.max_in_flight and account.in_flight >= tenant.max_in_flight:
             words = f"{account.in_flight} requests of {tenant.name} are in flight, its limit"
             raise QuotaExceeded(words, "requests", tenant, {**_retry_headers(1.0), **_quota_headers(account, now_s)})
         # Check all limits before charging any, so that a refused request takes nothing.
         if requests is not None:
-            requests.level -= 1
+            requests.spend(1, now_s)
         if bucket is not None:
-            bucket.level -= tokens
+            bucket.spend(tokens, now_s)
         account.in_flight += 1
         return QuotaLease(tenant, _quota_headers(account, now_s), account, tokens)
 
@@ -285,8 +266,8 @@ class ApiKeys:
         account = lease._account
         account.in_flight -= 1
         if tokens is not None and account.tokens is not None:
-            level = account.tokens.filled(now_s) + lease.tokens - tokens
-            account.tokens.level = min(float(account.tokens.limit), level)
+            account.tokens.refill(now_s)
+            account.tokens.give_back(lease.tokens - tokens)
 
     def _account(self, tenant: Tenant, now_s: float) -> _TenantAccount:
         account = self._accounts.get(tenant.name)
@@ -299,9 +280,9 @@ class ApiKeys:
         return account
 
     def _too_much(
-        self, account: _TenantAccount, kind: str, bucket: _Bucket, wanted: float, now_s: float
+        self, account: _TenantAccount, kind: str, bucket: TokenBucket, wanted: float, now_s: float
     ) -> QuotaExceeded:
-        limit, name = bucket.limit, account.tenant.name
+        limit, name = bucket.most, account.tenant.name
         short = {"requests": "RPM", "tokens": "TPM"}[kind]
         if wanted > limit:
             words = (
@@ -337,19 +318,17 @@ def _quota_headers(account: _TenantAccount, now_s: float) -> dict[str, str]:
     headers: dict[str, str] = {}
     for kind, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
-            headers[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.filled(now_s))))
-            headers[f"x-ratelimit-reset-{kind}"] = as_duration(bucket.wait_s(bucket.limit))
+            headers[f"x-ratelimit-limit-{kind}"] = str(bucket.most)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.refill(now_s))))
+            headers[f"x-ratelimit-reset-{kind}"] = as_duration(bucket.wait_s(bucket.most))
     return headers
 
 
-def _changed(bucket: _Bucket | None, limit: int, now_s: float) -> _Bucket | None:
+def _changed(bucket: TokenBucket | None, limit: int, now_s: float) -> TokenBucket | None:
     if not limit:
         return None
-    if bucket is None:
-        return _Bucket(limit, float(limit), now_s)
-    bucket.filled(now_s)
-    bucket.set_limit(limit)
+    bucket = bucket or TokenBucket(limit / MINUTE_S, limit)
+    bucket.resize(limit / MINUTE_S, limit, now_s)
     return bucket
 
 

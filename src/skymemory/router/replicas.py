@@ -21,6 +21,7 @@ from typing import Any
 from skymemory.conductor.prefix_index.replicated import Delta, SharedPrefixIndex, pack_delta, unpack_deltas
 from skymemory.errors import InvalidInput, missing_extra
 from skymemory.keys import MAX_KEY_ID, KeyRing
+from skymemory.pacing import Backoff
 
 INTERVAL_S = 0.1
 MAX_PAUSE_S = 5.0
@@ -123,18 +124,18 @@ class RedisReplicas:
             await self._redis.aclose()
 
     async def _run(self) -> None:
-        pause_s = self._interval_s
+        pauses = Backoff(2 * self._interval_s, MAX_PAUSE_S)
         while not self._closing:
             try:
                 await self._check_stream()
                 await self._send()
                 await self._receive()
-                self.status.degraded, pause_s = "", self._interval_s
+                self.status.degraded, pause_s, pauses.failures = "", self._interval_s, 0
             except self._failures as error:
                 since = time.strftime("%H:%M:%SZ", time.gmtime())
                 if not self.status.degraded or self.status.degraded == "not connected yet":
                     self.status.degraded = f"Redis does not answer since {since} ({type(error).__name__}: {error})"
-                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+                pause_s = pauses.next_s()
             await asyncio.sleep(pause_s)
 
     async def _check_stream(self) -> None:

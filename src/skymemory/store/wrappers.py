@@ -17,6 +17,7 @@ from typing import ParamSpec, Self, TypeVar
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
 from skymemory.metrics import Counters
+from skymemory.pacing import TokenBucket
 from skymemory.reasons import Miss
 from skymemory.store.base import (
     LEASE_S,
@@ -346,14 +347,14 @@ class RateLimited(Wrapped):
             raise InvalidInput(f"a rate must be above 0 and a burst not negative, got {bytes_per_s} and {burst_s}")
         super().__init__(store)
         self.bytes_per_s = bytes_per_s
-        self._burst_s = burst_s
         self._clock, self._sleep = clock, sleep
         self._lock = Lock()
-        self._free_s = float("-inf")  # time at which all loads so far are through
+        self._link = TokenBucket(1.0, burst_s)  # of the seconds that it is free
 
     @property
     def backlog_s(self) -> float:
-        return max(0.0, self._free_s - self._clock())
+        with self._lock:
+            return max(0.0, -self._link.refill(self._clock()))
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         values = super().complete_load(ticket)
@@ -364,8 +365,8 @@ class RateLimited(Wrapped):
         )
         with self._lock:
             # Counted from when the link was free, not from when this thread woke: waking late wastes no bandwidth.
-            self._free_s = max(self._free_s, self._clock() - self._burst_s) + size_bytes / self.bytes_per_s
-            until_s = self._free_s
+            now_s = self._clock()
+            until_s = now_s - self._link.spend(size_bytes / self.bytes_per_s, now_s)
         while (left_s := until_s - self._clock()) > 0:
             self._sleep(left_s)
         return values

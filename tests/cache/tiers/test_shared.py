@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.store.real_redis import RedisServer
 from tests.store.test_sealed import sealed as wrapped
 
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
-from skymemory.cache.tiers.tier import RetryTimer, TierSettings
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import ConstellationError
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, Presence, StoreTicket
@@ -256,20 +255,6 @@ def test_a_named_value_is_written_back_when_the_server_that_did_not_answer_is_ba
         tiers.close()
     finally:
         server.stop()
-
-
-def test_a_tier_that_does_not_answer_is_paid_at_growing_intervals() -> None:
-    again, tried_s = RetryTimer(), []
-    for at_s in (tick / 100 for tick in range(20_000)):
-        if again.is_due(at_s):
-            tried_s.append(at_s)
-            again.finished(False, at_s)
-    waits_s = [after - before for before, after in pairwise(tried_s)]
-    assert waits_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, *[30.0] * 4], abs=0.02)
-    again.finished(True, 100.0)
-    assert again.is_due(100.0)
-    again.finished(False, 100.0)
-    assert not again.is_due(100.05) and again.is_due(100.1)
 
 
 def test_a_tier_that_is_away_is_not_asked_for_what_it_is_owed() -> None:

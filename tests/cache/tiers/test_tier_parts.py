@@ -108,7 +108,7 @@ def test_bytes_in_flight_are_bounded_and_the_oversized_goes_alone() -> None:
     budget.give_back(40)
     budget.give_back(50)
     assert budget.take(500, 0.0) and not budget.take(1, 0.0)
-    assert budget.most_bytes == 500
+    assert budget.bytes.most_bytes == 500
     with pytest.raises(InvalidInput):
         InFlightBudget(0)
 
@@ -120,7 +120,7 @@ def test_who_waits_for_room_has_it_as_soon_as_bytes_are_given_back() -> None:
     waiting.start()
     assert not had.wait(0.05)
     budget.give_back(8)
-    assert had.wait(20.0) and budget.taken_bytes == 5
+    assert had.wait(20.0) and budget.bytes.used_bytes == 5
 
 
 def test_a_call_does_not_wait_for_a_thread_that_has_just_taken_another() -> None:

@@ -438,12 +438,12 @@ def test_a_full_queue_drops_and_the_value_is_saved_when_it_comes_again(store: Me
     words = prompt(4 * VALUE)
     engine, request = Engine(store), Request("one", words)
     saver = engine.worker._saver
-    saver._held, most_bytes, saver._most_bytes = 1, saver._most_bytes, 0
+    saver._held_bytes.change(1 << 40)
     engine.matched(request)
     engine.admit(request)
     engine.step((request, 4 * VALUE))
     engine.release(request)
-    saver._held, saver._most_bytes = 0, most_bytes
+    saver._held_bytes.change(-(1 << 40))
     again = Request("two", words)
     engine.matched(again)
     engine.admit(again)
@@ -456,7 +456,7 @@ def test_a_value_that_cannot_be_copied_out_stops_no_step_and_keeps_no_place(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(store)
-    engine.worker._saver._most_bytes = 1
+    engine.worker._saver._held_bytes.limit_bytes = 1
     (copier,), (request, later) = (
         engine.worker._copiers,
         (Request(name, prompt(VALUE, n)) for n, name in enumerate("ab")),

@@ -394,10 +394,10 @@ def test_values_for_which_there_is_no_room_are_not_promised_and_saved_when_they_
     engine.step((request, 2 * VALUE))
     saver = engine.worker._saver
     with saver._changed:
-        saver._held, most_bytes, saver._most_bytes = saver._held + 1, saver._most_bytes, 0
+        saver._held_bytes.change(1 << 40)
     engine.step((request, 2 * VALUE))
     with saver._changed:
-        saver._held, saver._most_bytes = saver._held - 1, most_bytes
+        saver._held_bytes.change(-(1 << 40))
     engine.step((request, 2 * VALUE + 1))
     assert engine.scheduler.finished(request) == {"sky_tokens": 2 * VALUE}
     again = asked(engine, Request("two", words), None)

@@ -1,13 +1,11 @@
-"""Sends of a request, retries of all requests, back-off; in virtual time."""
+"""Sends of a request, retries of all requests; in virtual time."""
 
 from __future__ import annotations
-
-from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.router.failure.budget import MOST_S, WINDOW_S, RetryBudget, Sends, backoff_s
+from skymemory.router.failure.budget import WINDOW_S, RetryBudget, Sends
 
 
 @given(st.integers(0, 5), st.integers(0, 12))
@@ -60,11 +58,3 @@ def test_a_quiet_router_may_retry_a_few_times() -> None:
     budget.on_request(0.0)
     assert [budget.take(0.0) for _ in range(5)] == [True, True, True, False, False]
     assert budget.take(WINDOW_S + 1.0)
-
-
-@given(st.integers(1, 10_000), st.integers(0, 1000))
-def test_a_back_off_doubles_up_to_a_bound_and_is_random_by_its_seed(number: int, seed: int) -> None:
-    wait_s = backoff_s(number, Random(seed))
-    assert 0.0125 <= wait_s <= MOST_S and wait_s == backoff_s(number, Random(seed))
-    if number <= 3:
-        assert 0.5 <= wait_s / (0.025 * 2 ** (number - 1)) <= 1

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.router.running import PATIENCE_S, Answer, Running, until
 
+from skymemory.router.http import exchange
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.request_account import UsageReader
 
@@ -164,6 +165,19 @@ def test_no_request_is_left_to_the_garbage_collector(run: Run) -> None:
         until(lambda: exchanges() <= before + 1)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("state", [exchange.READING, exchange.ASKING], ids=lambda state: state.name)
+def test_a_transition_outside_the_table_ends_its_request_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch, state: exchange.ExchangeState
+) -> None:
+    running = run(engines=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_NEXT", {**exchange._NEXT, state: {exchange.ENDED}})
+        assert running.complete().status == 500
+    assert running.complete().status == 200
+    assert running.metric("faults_total", where="request") == 1
+    until(lambda: account_is_closed(running))
 
 
 def test_no_first_byte_in_time_is_said_and_not_tried_again(run: Run) -> None:

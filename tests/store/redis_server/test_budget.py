@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.contract.store_contract import value
 from tests.store.redis_server.daemons import Elsewhere, connected, request, serving, until
 
+from skymemory.pacing import ByteBudget
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server import budget as budget_module
-from skymemory.store.redis_server.budget import BudgetWaiter, ByteBudget, MemoryClaim, Room
+from skymemory.store.redis_server.budget import BudgetWaiter, MemoryClaim, Room, SharedBudget
 from skymemory.store.redis_server.server import ServerLimits
 
 MIB = 1 << 20
@@ -28,7 +29,7 @@ def claim(held_bytes: int = 0, due_s: float = math.inf, *, waits: bool = False) 
 
 def room(*held: MemoryClaim, limit_bytes: int = 100, want_bytes: int = 50, newcomer: MemoryClaim | None = None) -> Room:
     """All of it is held by ``held``, and a newcomer waits since the time 0, for a share after 15."""
-    made = Room(limit_bytes, 15.0)
+    made = Room(ByteBudget(limit_bytes), 15.0)
     for each in held:
         held_bytes, each.held_bytes = each.held_bytes, 0
         made.change(each, held_bytes)
@@ -86,7 +87,7 @@ def test_a_client_pays_in_the_end(held: list[tuple[int, float, bool]], want_byte
 
 
 def test_small_values_never_wait_and_large_ones_wait_in_order() -> None:
-    budget = ByteBudget(1000)
+    budget = SharedBudget(1000)
     mine, other = claim(), claim()
     assert budget.take(mine, 1 << 20, 0.0) and not budget.take(other, 1 << 20, 0.01)
     assert budget.take(other, 0, 0.0) and budget.take(other, 60_000, 0.0)
@@ -113,7 +114,7 @@ def test_small_values_never_wait_and_large_ones_wait_in_order() -> None:
 
 def test_who_comes_later_is_not_served_before_those_that_wait() -> None:
     """Though there is room for what it wants."""
-    budget = ByteBudget(400_000)
+    budget = SharedBudget(400_000)
     holds = claim()
     assert budget.take(holds, 200_000, 0.0)
     served: list[bool] = []

@@ -26,6 +26,7 @@ import msgspec
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_private
+from skymemory.pacing import Backoff
 from skymemory.testbed.liveness import guard
 from skymemory.testbed.run_directory import ProcessRecord, process_start
 from skymemory_lab.cluster.services import HOST, KINDS, Service
@@ -223,7 +224,7 @@ class Supervised:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pauses = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
         while not self._stopping.is_set():
             try:
                 process = self._spawn()
@@ -243,12 +244,12 @@ class Supervised:
                     break
             if not self.restarts:
                 break
-            pause_s = FIRST_PAUSE_S if lasted_s >= LASTING_S else pause_s
+            if lasted_s >= LASTING_S:
+                pauses.failures = 0
             self._set("restarting")
-            if self._stopping.wait(pause_s):
+            if self._stopping.wait(pauses.next_s()):
                 break
             self.state.restarts += 1
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
         self._set("ended")
 
     def _spawn(self) -> subprocess.Popen[bytes]:

@@ -20,6 +20,7 @@ from skymemory.cache.blocks import TIER_FAILURES
 from skymemory.errors import ValueTooLarge
 from skymemory.kv.block import BlockHash, places_in
 from skymemory.kv.value import is_sound_block
+from skymemory.pacing import Backoff
 from skymemory.store.base import LoadTicket, Presence, Store
 from skymemory.store.memory import MemoryStore
 from skymemory_lab.engine.caches import PrefixCaches
@@ -208,11 +209,11 @@ class BlockFetcher:
         self, generation: Generation, chains: list[list[BlockHash]], at: int, expected: int, wait_s: float
     ) -> bool:
         """Load blocks; return False if the first ``expected`` did not arrive in time."""
-        progress_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        progress_s, pauses = time.monotonic(), Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
         while at < len(chains[0]):
             count = await self._next(generation, chains, at)
             if count:
-                at, progress_s, pause_s = at + count, time.monotonic(), FIRST_PAUSE_S
+                at, progress_s, pauses.failures = at + count, time.monotonic(), 0
                 continue
             if count is None or at >= expected:
                 break
@@ -220,8 +221,7 @@ class BlockFetcher:
             if remaining_s <= 0:
                 _LOG.warning(_LATE, expected - at, expected, wait_s)
                 return False
-            await asyncio.sleep(min(pause_s, remaining_s))
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            await asyncio.sleep(min(pauses.next_s(), remaining_s))
         return True
 
     def close(self) -> None:

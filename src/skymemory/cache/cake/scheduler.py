@@ -24,6 +24,7 @@ from itertools import accumulate
 from skymemory.cache.blocks import LoaderResult
 from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.errors import InvalidInput
+from skymemory.pacing import ByteBudget
 
 _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one decision
 
@@ -404,9 +405,8 @@ class FetchQueue:
 
     def __init__(self, pace: SpeedEstimate, max_bytes: int) -> None:
         self._pace = pace
-        self._max_bytes = max_bytes
         self._sizes: dict[int, int] = {}
-        self._bytes = 0
+        self._bytes = ByteBudget(max_bytes)
         self._head_since_s = 0.0
         self._from_idle: int | None = None  # the fetch that found the link idle
 
@@ -417,14 +417,14 @@ class FetchQueue:
         return tuple(self._sizes)
 
     def has_room(self, size_bytes: int) -> bool:
-        return not self._sizes or self._bytes + size_bytes <= self._max_bytes
+        return self._bytes.has_room(size_bytes)
 
     def ask(self, index: int, size_bytes: int, now_s: float) -> None:
         if not self._sizes:
             self._head_since_s = now_s
             self._from_idle = index
         self._sizes[index] = size_bytes
-        self._bytes += size_bytes
+        self._bytes.change(size_bytes)
 
     def on_fetched(self, index: int, now_s: float) -> None:
         from_idle = index == self._from_idle
@@ -456,7 +456,7 @@ class FetchQueue:
         rate = self._pace.bytes_per_s
         if rate is None:
             return None
-        asked_s = abs(self.head_s(now_s)) + (self._bytes - self._head_bytes()) / rate
+        asked_s = abs(self.head_s(now_s)) + (self._bytes.used_bytes - self._head_bytes()) / rate
         return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
@@ -478,5 +478,5 @@ class FetchQueue:
 
     def _drop(self, index: int) -> int:
         size = self._sizes.pop(index)
-        self._bytes -= size
+        self._bytes.change(-size)
         return size

@@ -16,6 +16,7 @@ from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
 from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.errors import InvalidInput
+from skymemory.pacing import ByteBudget
 from skymemory.reasons import UNANSWERED, Miss
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
@@ -304,24 +305,17 @@ class InFlightBudget:
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes <= 0:
             raise InvalidInput(f"in_flight_bytes must be > 0, got {limit_bytes}")
-        self.limit_bytes = limit_bytes
-        self.taken_bytes = 0
-        self.most_bytes = 0
+        self.bytes = ByteBudget(limit_bytes)
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
         """Reserve bytes, waiting up to ``timeout_s``; False without room."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._fits(size_bytes), max(0.0, timeout_s)):
-                return False
-            self.taken_bytes += size_bytes
-            self.most_bytes = max(self.most_bytes, self.taken_bytes)
-            return True
+            if has_room := self._changed.wait_for(lambda: self.bytes.has_room(size_bytes), max(0.0, timeout_s)):
+                self.bytes.change(size_bytes)
+            return has_room
 
     def give_back(self, size_bytes: int) -> None:
         with self._changed:
-            self.taken_bytes -= size_bytes
+            self.bytes.change(-size_bytes)
             self._changed.notify_all()
-
-    def _fits(self, size_bytes: int) -> bool:
-        return self.taken_bytes == 0 or self.taken_bytes + size_bytes <= self.limit_bytes

@@ -9,6 +9,7 @@ from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
 from skymemory.cache.tiers.write import note_missed, write
 from skymemory.metrics import SharedCounters
+from skymemory.pacing import Backoff
 from skymemory.store.base import KeyLocks, Presence
 
 _BATCH_BYTES = 16 << 20
@@ -32,7 +33,7 @@ class TierMover:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        wait_s = 0.0
+        unmoved = Backoff(_AGAIN_S, _IDLE_S)
         while not self._stopping.is_set():
             busy = any(tier.dirty_keys or tier.backlog or not tier.breaker.closed for tier in self._tiers)
             idle_s = _AGAIN_S if busy else _IDLE_S
@@ -40,12 +41,14 @@ class TierMover:
             for tier in self._tiers:
                 tier.probe_if_due()
                 tier.delete_dirty()
-                is_due = tier.backlog and tier.backlog_retry.is_due(tier.clock())
+                is_due = tier.backlog and tier.clock() >= tier.backlog_retry.due_s
                 if is_due and tier.usable(()) and not self._stopping.is_set():
                     self._store_backlog(tier)
             if filled and not self._stopping.is_set():
-                wait_s = 0.0 if self.move_batch() else min(max(2 * wait_s, _AGAIN_S), _IDLE_S)
-                self._stopping.wait(wait_s)
+                if self.move_batch():
+                    unmoved.failures = 0
+                else:
+                    self._stopping.wait(unmoved.next_s())
 
     def move_batch(self) -> bool:
         batch = self._outbound.next_batch(_BATCH_BYTES)
@@ -112,7 +115,7 @@ class TierMover:
                 self._counters.add("tier_paid_total", sum(done), tier.name)
             tier.backlog.discard(keys)
             tier.backlog.add({key: backlog[key] for key in keys if key in unstored})
-            tier.backlog_retry.finished(not unstored or any(done), tier.clock())
+            tier.backlog_retry.on_result(not unstored or any(done), tier.clock())
 
     def _copies(self, keys: Sequence[bytes], target: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
         """Return values from the queue or other tiers, and the keys that a silent tier may have."""

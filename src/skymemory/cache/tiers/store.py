@@ -332,8 +332,8 @@ class TieredStore(TwoPhase):
             "open_leases": len(self._loads) + len(self._stores),
             "outbound_bytes": self._outbound.used_bytes,
             "outbound_dropped_total": self._outbound.dropped,
-            "in_flight_bytes": self._budget.taken_bytes,
-            "in_flight_most_bytes": self._budget.most_bytes,
+            "in_flight_bytes": self._budget.bytes.used_bytes,
+            "in_flight_most_bytes": self._budget.bytes.most_bytes,
         }
         for tier in self.tiers:
             figures[f"{tier.name}_breaker_open"] = int(not tier.breaker.closed)

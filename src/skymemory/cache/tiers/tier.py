@@ -19,7 +19,6 @@ Programming errors (TypeError, …) are raised.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
+from skymemory.pacing import Backoff
 from skymemory.reasons import UNANSWERED
 from skymemory.store.base import AtOnce, KeyLocks, LoadTicket, Presence, Store, keeps
 
@@ -46,19 +46,6 @@ _BACKLOG_LIMIT = 1 << 16
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
-
-
-@dataclass(slots=True)
-class RetryTimer:
-    _wait_s: float = 0.0
-    _at_s: float = -math.inf
-
-    def is_due(self, now_s: float) -> bool:
-        return now_s >= self._at_s
-
-    def finished(self, success: bool, now_s: float) -> None:
-        self._wait_s = 0.0 if success else min(max(2 * self._wait_s, _FIRST_RETRY_S), _LAST_RETRY_S)
-        self._at_s = now_s + self._wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +86,7 @@ class Tier:
         self.clock = clock
         self.dirty_keys = DirtyKeys(_DIRTY_KEYS_LIMIT)
         self.backlog = Backlog(_BACKLOG_LIMIT)
-        self.backlog_retry = RetryTimer()
+        self.backlog_retry = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         self.counters = counters
         self.breaker = CircuitBreaker(settings.breaker)
         self.mean_value_bytes = 1e6
@@ -110,7 +97,7 @@ class Tier:
         self._lock = threading.Lock()
         self._logged_closed = True
         self._probe_key: bytes | None = None
-        self._delete_retry = RetryTimer()
+        self._delete_retry = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         self._overdue: dict[WorkerCall[object], float] = {}
         """Given-up calls, with the time at which each counts as hanging."""
         self._latencies: dict[Kind, Latencies] = {"ask": Latencies(), "load": Latencies(), "store": Latencies()}
@@ -368,7 +355,7 @@ class Tier:
         """Delete copies of dirty keys, with back-off; returns True if more are due. Values of a later release stay,
         unless a caller deleted them.
         """
-        if not self._delete_retry.is_due(self.clock()):
+        if self.clock() < self._delete_retry.due_s:
             return False
         if not (keys := self.dirty_keys.to_delete(_DELETED_AT_ONCE)) or not self.usable(keys):
             return False
@@ -381,9 +368,9 @@ class Tier:
             self.dirty_keys.clear(clean)
             self.counters.add("tier_doubts_settled_total", len(clean), self.name)
         if deleted is None or len(clean) == len(mine):
-            self._delete_retry.finished(True, self.clock())
+            self._delete_retry.on_result(True, self.clock())
             return deleted is not None and bool(self.dirty_keys)
-        self._delete_retry.finished(False, self.clock())
+        self._delete_retry.on_result(False, self.clock())
         return False
 
     def _delete_outdated(self, keys: Sequence[bytes]) -> list[bool | None]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
+from skymemory.pacing import Backoff
 from skymemory.reasons import Miss
 
 NOT_YET = frozenset({Miss.ABSENT, Miss.UNCERTAIN, Miss.MISSING})
@@ -25,19 +26,18 @@ _QUICK_S = 0.25
 
 
 class PollInterval:
-    __slots__ = ("_pause_s", "values")
+    __slots__ = ("_pauses", "values")
 
     def __init__(self) -> None:
-        self._pause_s = _FIRST_PAUSE_S
+        self._pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self.values = 1
 
     def on_values(self, values: int, seconds: float) -> float:
         """Record that ``values`` values arrived within ``seconds``; returns the pause before the next question."""
         if not values:
             self.values = 1
-            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            return pause_s
-        all_came, self._pause_s = values >= self.values, _FIRST_PAUSE_S
+            return self._pauses.next_s()
+        all_came, self._pauses.failures = values >= self.values, 0
         if not all_came or seconds > _QUICK_S:
             self.values = max(1, self.values // 2)
         else:

@@ -37,6 +37,7 @@ from skymemory.engine.vllm.plan import (
 from skymemory.engine.vllm.waiting import NOT_YET, DelayedCalls, PollInterval
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
+from skymemory.pacing import ByteBudget
 from skymemory.reasons import Miss
 from skymemory.store.base import Presence
 
@@ -543,12 +544,11 @@ class Saver:
     def __init__(self, parts: Parts, queue_bytes: int) -> None:
         self._parts = parts
         self._value_bytes = [PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts]
-        self._most_bytes = queue_bytes
         self._free: list[list[memoryview]] = [[] for _ in parts.parts]
         """Buffers by part, for reuse: the first touch of memory is ten times slower."""
         self._waiting: deque[_Waiting] = deque()
         self._held = 0
-        self._held_bytes = 0
+        self._held_bytes = ByteBudget(queue_bytes)
         self._changed = threading.Condition()
         self._stopping = False
         self._counts: Counter[str] = Counter()
@@ -562,12 +562,12 @@ class Saver:
         """Copy the value out and queue it; without room it is dropped and counted."""
         size_bytes, free = self._value_bytes[save.part], self._free[save.part]
         with self._changed:
-            if (self._held and self._held_bytes + size_bytes > self._most_bytes) or self._stopping:
+            if self._stopping or not self._held_bytes.has_room(size_bytes):
                 self._counts["dropped_values"] += 1
                 self._unsaved.append(save.key)
                 return
             self._held += 1
-            self._held_bytes += size_bytes
+            self._held_bytes.change(size_bytes)
             if not free:
                 free += copier.buffers(size_bytes)
             value = free.pop()
@@ -577,7 +577,7 @@ class Saver:
             _log.exception("a value could not be copied out by a fault of the connector")
             with self._changed:
                 self._held -= 1
-                self._held_bytes -= size_bytes
+                self._held_bytes.change(-size_bytes)
                 free.append(value)
                 self._counts["refused_values"] += 1
                 self._unsaved.append(save.key)
@@ -640,7 +640,7 @@ class Saver:
             with self._changed:
                 self._held -= len(batch)
                 for waiting in batch:
-                    self._held_bytes -= self._value_bytes[waiting.part]
+                    self._held_bytes.change(-self._value_bytes[waiting.part])
                     self._free[waiting.part].append(waiting.value)
                 self._counts.update(counts)
                 self._saved += saved

@@ -25,6 +25,7 @@ from yarl import URL
 
 from skymemory.conductor.picker import PrefillTotals, ReportedLoad, Server
 from skymemory.errors import SkyMemoryError, connection_reason
+from skymemory.pacing import backoff_s
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
@@ -384,8 +385,7 @@ class MetricsWatch:
     async def _keep_scraping(self, watched: Watched) -> None:
         while True:
             await self._scrape(watched)
-            wait_s = self.every_s * 2.0 ** min(watched.failures_in_a_row, 16)
-            wait_s = min(wait_s, max(SLOWEST_S, self.every_s))
+            wait_s = backoff_s(watched.failures_in_a_row + 1, self.every_s, max(SLOWEST_S, self.every_s))
             await asyncio.sleep(wait_s * (1.0 + JITTER * (2.0 * self._dice.random() - 1.0)))
 
     async def _scrape(self, watched: Watched) -> None:

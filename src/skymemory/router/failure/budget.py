@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Protocol
 
 WINDOW_S = 10
 """Window, as in Finagle's budget."""
 FIRST_S, MOST_S = 0.025, 0.25
 """First and maximum back-off; Envoy's ``base_interval`` and ``max_interval``."""
-
-
-class RandomNumbers(Protocol):
-    def random(self) -> float: ...
 
 
 class Sends:
@@ -80,11 +75,3 @@ class RetryBudget:
         seconds.append([number, self._begun, 0])
         self._next_s = number + 1.0
         return seconds[-1]
-
-
-def backoff_s(number: int, random: RandomNumbers) -> float:
-    """Return the back-off before retry ``number`` (from 1). It doubles; up to half is left out at random, to separate
-    joint failures.
-    """
-    bound_s: float = min(MOST_S, FIRST_S * 2.0 ** min(number - 1, 16))
-    return bound_s * (0.5 + 0.5 * random.random())

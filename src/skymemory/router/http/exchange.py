@@ -17,8 +17,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from random import Random
 from typing import TypeVar
@@ -28,6 +29,7 @@ from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
+from skymemory.pacing import backoff_s
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
@@ -35,7 +37,7 @@ from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, Translati
 from skymemory.router.apis.translation import error_body as body_of_error
 from skymemory.router.apis.translation import error_event as event_of_error
 from skymemory.router.backends import Backends
-from skymemory.router.failure.budget import RetryBudget, Sends, backoff_s
+from skymemory.router.failure.budget import FIRST_S, MOST_S, RetryBudget, Sends
 from skymemory.router.failure.evidence import Attempts
 from skymemory.router.failure.faults import RULES, Fault, fault_of, retry_after_s
 from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
@@ -136,6 +138,31 @@ class Exchanges:
     """Called with server, output tokens and their seconds."""
 
 
+class ExchangeState(Enum):
+    """State of a request. The client, timeouts and shutdown can end it in each; every end calls ``_finish``.
+
+    A transition that ``_NEXT`` lacks is a fault of the router, and ends this request alone (``_fault``).
+    """
+
+    READING = "the prompt is read, in a thread if it takes long"
+    QUEUED = "it waits for a server with room"
+    ASKING = "an attempt runs; nothing has reached the client, so another server may be tried"
+    PAUSED = "it backs off before the next attempt"
+    STREAMING = "the client has the head: a failure continues the stream elsewhere or cuts the response"
+    ENDED = "nothing more is sent; its account is closed after the client has its response"
+
+
+READING, QUEUED, ASKING, PAUSED, STREAMING, ENDED = ExchangeState
+_NEXT: Mapping[ExchangeState, Set[ExchangeState]] = {
+    READING: {QUEUED, ASKING, ENDED},
+    QUEUED: {ASKING, ENDED},
+    ASKING: {ASKING, PAUSED, QUEUED, STREAMING, ENDED},  # again at another server; queued again: all were busy
+    PAUSED: {PAUSED, ASKING, ENDED},  # again: the retry budget is empty
+    STREAMING: {ENDED},
+    ENDED: frozenset(),
+}
+
+
 class Exchange(Attempts):
     """A request and its attempts. ``done`` is called exactly once."""
 
@@ -153,10 +180,8 @@ class Exchange(Attempts):
     _reader: UsageReader | None = None
     _stream: StreamContinuation | None = None
     _is_continued = False
-    _waits = False
+    _state = READING
     _entry: QueueEntry | None = None
-    _streaming = False
-    """True once the client has the head."""
     _translating: asyncio.Task[None] | None = None
     _translated: TranslatedResponse | None = None
     _pieces = 0
@@ -166,18 +191,14 @@ class Exchange(Attempts):
         self.incoming = incoming
         self._of = of
         self._log = RequestLog(incoming.began_s)
-        self._done: Callable[[Incoming, RequestLog], None] | None = done
+        self._done = done
         self._tried: set[str] = set()
         self._sends = Sends(1 + of.settings.retries.most)
 
-    # States, by the attribute that is set:
-    #   _reading      a thread reads the prompt
-    #   _waits        the request is in the queue
-    #   _call         an attempt runs; nothing has reached the client, so another server may be tried
-    #   _pause        it backs off before the next attempt
-    #   _streaming    the client has the head: a failure continues the stream elsewhere or cuts the response
-    #   not _done     closed
-    # The client, timeouts and shutdown can end it in each state. Every end calls `_finish`; `_close` runs once.
+    def _enter(self, state: ExchangeState) -> None:
+        if state not in _NEXT[self._state]:
+            raise RuntimeError(f"a request cannot go from {self._state.name} to {state.name}")
+        self._state = state
 
     # -- reading the prompt
 
@@ -281,7 +302,7 @@ class Exchange(Attempts):
             self._fault()
 
     def _wait(self, room: WaitingRoom) -> None:
-        self._waits = True
+        self._enter(QUEUED)
         entry = room.wait(self, self._request, len(self.incoming.body))
         if isinstance(entry, Refusal):
             self.turned_away(entry)
@@ -291,11 +312,9 @@ class Exchange(Attempts):
     # -- from the queue
 
     def called(self, now_s: float) -> None:
-        self._waits = False
         self._try(None if self._account is None else self._account.placement)
 
     def turned_away(self, refusal: Refusal) -> None:
-        self._waits = False
         self._refuse(Overloaded(refusal))
 
     def _refuse(self, error: Overloaded) -> None:
@@ -316,6 +335,7 @@ class Exchange(Attempts):
 
     def _try(self, before: ScheduledRequest | None) -> None:
         try:
+            self._enter(ASKING)
             self._send(self._place(before))
         except Overloaded as error:
             self._refuse(error)
@@ -499,8 +519,10 @@ class Exchange(Attempts):
         self.count_retry(fault)
 
     def _back_off(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
+        self._enter(PAUSED)
         again = partial(self._again, server, fault, number, is_paid)
-        self._pause = asyncio.get_running_loop().call_later(backoff_s(number, self._of.random), again)
+        wait_s = backoff_s(number, FIRST_S, MOST_S, self._of.random.random)
+        self._pause = asyncio.get_running_loop().call_later(wait_s, again)
 
     def _again(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
         self._pause = None
@@ -537,12 +559,12 @@ class Exchange(Attempts):
 
     def move_on(self, server: str, why: str) -> None:
         account = self._account
-        if self._done is None or account is None or account.decision.server != server:
+        if self._state is ENDED or account is None or account.decision.server != server:
             return
         if self._call is None and self._translating is None:
             return
         try:
-            if self._streaming:
+            if self._state is STREAMING:
                 self._try_to_continue(f"it was ejected ({why})")  # else the server may still send the remainder
             elif self._may_retry(Fault.SILENT, server):
                 self._of.backends.on_fault(self, server, Fault.SILENT, time.monotonic())
@@ -559,7 +581,7 @@ class Exchange(Attempts):
     # -- from the server
 
     def response_begins(self, head: ResponseHead) -> None:
-        if self._streaming:
+        if self._state is STREAMING:
             self._rest_begins(head)
             return
         try:
@@ -599,7 +621,7 @@ class Exchange(Attempts):
 
     def response_data(self, piece: bytes, at_end: bool) -> None:
         try:
-            if self._streaming:
+            if self._state is STREAMING:
                 self._pass_on(piece, at_end)
                 return
             head = self._head
@@ -621,7 +643,7 @@ class Exchange(Attempts):
         assert account is not None
         self._call = None
         backends, server = self._of.backends, account.decision.server
-        if self._streaming:
+        if self._state is STREAMING:
             backends.on_fault(self, server, Fault.BROKEN, time.monotonic())
             self._go_on_or_cut(str(error))
             return
@@ -662,13 +684,13 @@ class Exchange(Attempts):
             is_whole = at_end and not kind.startswith(_EVENT_STREAM)
             self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
+        self._enter(STREAMING)
         self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
         # An error says nothing about the cache, so its account closes as failed.
         if is_good:
             result.ttft_s = now_s - result.began_s
             if not at_end and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
-        self._streaming = True
         if reader.streams and self._may_go_on(response):
             of_reader = self._of.reader
             tokens_of = of_reader.tokens_of if of_reader.has_tokenizer else None
@@ -896,12 +918,12 @@ class Exchange(Attempts):
         self._end_without_response("client-gone", "it disconnected")
 
     def client_full(self) -> None:
-        if self._call is not None and self._streaming:  # else the previous response fills the buffer
+        if self._call is not None and self._state is STREAMING:  # else the previous response fills the buffer
             self._call.pause()
             self.incoming.connection.deadline.set(self._of.settings.timeouts.client_s, self._client_timeout)
 
     def client_ready(self) -> None:
-        if self._call is not None and self._streaming:
+        if self._call is not None and self._state is STREAMING:
             self._call.resume()
             self.incoming.connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
 
@@ -912,8 +934,7 @@ class Exchange(Attempts):
     # -- the end
 
     def _end_without_response(self, outcome: str, why: str) -> None:
-        if self._waits and self._entry is not None and self._of.room is not None:
-            self._waits = False
+        if self._state is QUEUED and self._entry is not None and self._of.room is not None:
             self._of.room.leave(self._entry)
         if self._reading is not None:
             self._reading.cancel()
@@ -940,7 +961,7 @@ class Exchange(Attempts):
         self._of.metrics.faults.labels("request").inc()
         self._drop_call()
         self._log.outcome = "failed"
-        has_begun = self._streaming
+        has_begun = self._reader is not None
         if not has_begun:
             self._log.status = 500
         self._finish()
@@ -950,16 +971,14 @@ class Exchange(Attempts):
             send_error(self.incoming, internal_error())
 
     def _finish(self) -> None:
-        if self._done is None:
+        if self._state is ENDED:
             return
+        self._enter(ENDED)
         self.incoming.listener = None
         self.incoming.connection.deadline.clear()
         self._of.deferred.run(self._close)
 
     def _close(self) -> None:
-        done, self._done = self._done, None
-        if done is None:
-            return
         if self._is_counted:
             self._of.retries.on_request_end()
         try:
@@ -968,7 +987,7 @@ class Exchange(Attempts):
             self._log.outcome = "failed"
             raise
         finally:
-            done(self.incoming, self._log)
+            self._done(self.incoming, self._log)
             if self._of.room is not None:
                 self._of.room.poll()
 

@@ -25,13 +25,22 @@ from typing import TYPE_CHECKING
 
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.scheduler import Refusal, ScheduledRequest
+from skymemory.pacing import backoff_s
 from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
-from skymemory.router.failure.budget import Sends, backoff_s
+from skymemory.router.failure.budget import FIRST_S, MOST_S, Sends
 from skymemory.router.failure.faults import RULES, Fault, fault_of
 from skymemory.router.failure.silence import DECODED, FIRST_TOKEN, WHOLE
-from skymemory.router.http.exchange import Exchange, decision_line, fault_of_error, request_head
+from skymemory.router.http.exchange import (
+    ASKING,
+    PAUSED,
+    STREAMING,
+    Exchange,
+    decision_line,
+    fault_of_error,
+    request_head,
+)
 from skymemory.router.http.upstream import Pool, ResponseHead, UpstreamCall, UpstreamError
 from skymemory.router.prefillers import HEADER, LATER_HEADER
 from skymemory.router.prompts.continuation import Rest
@@ -62,12 +71,8 @@ _SERVER_TROUBLE = frozenset((408, 429))
 
 
 class TwoStepExchange(Exchange):
-    """A request with up to two calls. Further states:
-
-        _prefill      a prefill server is asked
-        _call         the decode server is asked; with ``overlap`` both are set
-
-    The account of a split request is a ``PairAccount``.
+    """A request with up to two calls: while ``ASKING``, to a prefill server (``_prefill``), then to a decode server
+    (``_call``); with ``overlap`` to both. The account of a split request is a ``PairAccount``.
     """
 
     _left_out = PREFILLER_HEADERS
@@ -190,7 +195,7 @@ class TwoStepExchange(Exchange):
             figures = of.metrics.of(server)
             figures.reported_tokens += answer.usage.prompt_tokens
             figures.cached_tokens += answer.usage.cached_tokens
-        if self._streaming:
+        if self._state is STREAMING:
             account.first_byte(now_s)  # it decodes already, so the admission rule must not refuse it
         refusal = account.prefilled(now_s, answer.usage)
         if refusal is not None:
@@ -214,11 +219,13 @@ class TwoStepExchange(Exchange):
         result.why = f"{server}: {why}"
         sends = self._prefill_sends
         is_last = self._prefill_retries >= of.settings.retries.most or sends is None or not sends.remaining
-        if self._streaming or is_last or (fault is not None and not self._may_spend(fault, server)):
+        if self._state is STREAMING or is_last or (fault is not None and not self._may_spend(fault, server)):
             self._do_without_prefill()
         else:
             self._prefill_retries += 1
-            wait_s = backoff_s(self._prefill_retries, of.random) if fault is None or RULES[fault].backs_off else 0.0
+            wait_s = 0.0
+            if fault is None or RULES[fault].backs_off:
+                wait_s = backoff_s(self._prefill_retries, FIRST_S, MOST_S, of.random.random)
             if wait_s:
                 again = partial(self._ask_prefill_again, server)
                 self._prefill_pause = asyncio.get_running_loop().call_later(wait_s, again)
@@ -229,7 +236,7 @@ class TwoStepExchange(Exchange):
         self._prefill_pause = None
         of, account, result = self._of, self._pair, self._log
         try:
-            if self._streaming:
+            if self._state is STREAMING:
                 raise NoServer("the decode server has answered by itself")
             account.prefill_again(time.monotonic(), self._prefill_servers())
         except NoServer:
@@ -246,7 +253,7 @@ class TwoStepExchange(Exchange):
     def _do_without_prefill(self) -> None:
         of, account, result = self._of, self._pair, self._log
         account.prefill_lost(time.monotonic())
-        if self._streaming:
+        if self._state is STREAMING:
             return  # the decode server has answered by itself
         if not of.settings.disaggregation.fallback:
             self._drop_call()
@@ -259,9 +266,9 @@ class TwoStepExchange(Exchange):
         if self._of.room is not None:
             self._of.deferred.run(self._of.room.poll)  # a prefill server has room now
         self._params = params
-        if self._streaming:
+        if self._state is STREAMING:
             return
-        if self._pause is not None:
+        if self._state is PAUSED:
             return  # the next attempt gets the parameters
         if self._call is not None and params is None:
             call, self._call = self._call, None
@@ -277,7 +284,7 @@ class TwoStepExchange(Exchange):
         self._prefill = None
         self._of.backends.on_answer(self, server, time.monotonic(), is_good=False)
         self._of.metrics.prefilled(server, "client-error")
-        if self._streaming:
+        if self._state is STREAMING:
             self._pair.prefill_lost(time.monotonic())
             return
         self._drop_call()
@@ -353,6 +360,7 @@ class TwoStepExchange(Exchange):
         if self._fields is None:
             super()._try_again()
             return
+        self._enter(ASKING)
         of, account, now_s = self._of, self._pair, time.monotonic()
         try:
             account.decode_again(now_s, of.backends.able(self._request, self._tried, 0, self._avoided(now_s)))

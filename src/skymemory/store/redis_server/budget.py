@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from skymemory.pacing import ByteBudget
+
 BRIEF_BYTES = 64 << 10
 """Size up to which values do not wait: slow large transfers cannot block them."""
 SLOW_S = 1.0
@@ -49,18 +51,13 @@ class BudgetWaiter:
 class Room:
     """Policy: who gets memory, and who gives way. Not thread-safe."""
 
-    limit_bytes: int
+    bytes: ByteBudget
     fair_s: float
-    used_bytes: int = 0
     holders: dict[MemoryClaim, None] = field(default_factory=dict)
     waiting: list[BudgetWaiter] = field(default_factory=list)
 
-    def fits(self, size_bytes: int) -> bool:
-        """Return True if it fits; a value larger than the limit is admitted alone."""
-        return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
-
     def change(self, claim: MemoryClaim, by_bytes: int) -> None:
-        self.used_bytes += by_bytes
+        self.bytes.change(by_bytes)
         claim.held_bytes += by_bytes
         if claim.held_bytes:
             self.holders[claim] = None
@@ -78,7 +75,7 @@ class Room:
         overdue = _largest(claim for claim in moving if claim.due_s <= now_s)
         if overdue is not None or now_s - first.since_s < self.fair_s:
             return overdue
-        share_bytes = self.limit_bytes / len(self.holders.keys() | {waiter.claim for waiter in self.waiting})
+        share_bytes = self.bytes.limit_bytes / len(self.holders.keys() | {waiter.claim for waiter in self.waiting})
         if first.size_bytes > share_bytes:
             return None
         return _largest(claim for claim in moving if claim.due_s < math.inf and claim.held_bytes > share_bytes)
@@ -88,24 +85,24 @@ def _largest(claims: Iterable[MemoryClaim]) -> MemoryClaim | None:
     return max(claims, key=lambda claim: claim.held_bytes, default=None)
 
 
-class ByteBudget:
+class SharedBudget:
     """Thread-safe ``Room``."""
 
     def __init__(self, limit_bytes: int, fair_s: float = 15.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._room = Room(limit_bytes, fair_s)
+        self._room = Room(ByteBudget(limit_bytes), fair_s)
         self._clock = clock
         self._freed = threading.Condition()
         self.ended_clients = 0
 
     @property
     def used_bytes(self) -> int:
-        return self._room.used_bytes
+        return self._room.bytes.used_bytes
 
     def take(self, claim: MemoryClaim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
         """Wait for memory, about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
         room = self._room
         with self._freed:
-            at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))
+            at_once = size_bytes <= brief_bytes or (not room.waiting and room.bytes.has_room(size_bytes))
             if not at_once and not self._wait(BudgetWaiter(claim, size_bytes, self._clock()), timeout_s):
                 return False
             room.change(claim, size_bytes)
@@ -123,7 +120,7 @@ class ByteBudget:
         room.waiting.append(waiter)
         claim.waits = True
         try:
-            while not (room.waiting[0] is waiter and room.fits(waiter.size_bytes)):
+            while not (room.waiting[0] is waiter and room.bytes.has_room(waiter.size_bytes)):
                 now_s = self._clock()
                 if now_s >= deadline_s or waiter.is_refused or claim.is_ended:
                     return False

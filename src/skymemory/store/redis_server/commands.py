@@ -36,7 +36,7 @@ from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 from skymemory.store.redis_server import lifetimes, protocol
-from skymemory.store.redis_server.budget import ByteBudget, MemoryClaim
+from skymemory.store.redis_server.budget import MemoryClaim, SharedBudget
 from skymemory.store.redis_server.keys import Key, client_key
 from skymemory.store.redis_server.leases import Lease, Leases
 from skymemory.store.redis_server.lifetimes import MAX_GIVEN, Lifetimes, Options, options_of
@@ -115,7 +115,7 @@ class Commands:
         self._password = password
         self._clock = clock
         self._wait_s = wait_s
-        self.budget = ByteBudget(in_flight_bytes, wait_s / 2)
+        self.budget = SharedBudget(in_flight_bytes, wait_s / 2)
         self.lifetimes = Lifetimes(store, clock)
         self.leases = Leases(store, held_bytes, clock, self.lifetimes.all_left_s)
         self.watches = Watches()

@@ -40,6 +40,7 @@ from skymemory.index.journal import (
 )
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import Place
+from skymemory.pacing import Backoff
 
 _log = logging.getLogger(__name__)
 
@@ -293,7 +294,7 @@ class SharedIndex:
         ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``side_file``, the lock is
         not free and nothing changed.
         """
-        give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
+        give_up_s, pauses = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), Backoff(_LEAST_PAUSE_S, _MOST_PAUSE_S)
         while True:
             with self._lock:
                 if self._fd < 0:
@@ -309,8 +310,7 @@ class SharedIndex:
                 if others_wait:
                     self._wait_for_writers_of_old()
                 return is_complete
-            time.sleep(pause_s)  # without our lock: other threads continue reading
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            time.sleep(pauses.next_s())  # without our lock: other threads continue reading
 
     def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
         if self._fd < 0:

@@ -8,7 +8,7 @@
 Push, priorities and the upgrade from HTTP/1.1 are not implemented.
 
 A stream error ends the stream (RST_STREAM); a connection error or flood the connection (GOAWAY). Envoy resets answered
-streams, so only unanswered streams and frames without content are floods: each has a `Budget`.
+streams, so only unanswered streams and frames without content are floods: each has a token bucket.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import NamedTuple, Protocol
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 from hpack.hpack import decode_integer
+
+from skymemory.pacing import TokenBucket
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
@@ -96,25 +98,6 @@ class Calls(Protocol):
     def refused(self, reason: str) -> None: ...
 
 
-class Budget:
-    __slots__ = ("_at_once", "_left", "_per_s", "since_s")
-
-    def __init__(self, at_once: float, per_s: float) -> None:
-        self._at_once, self._per_s = at_once, per_s
-        self._left, self.since_s = at_once, 0.0
-
-    def earn(self) -> None:
-        if self._left < self._at_once:
-            self._left += 1
-
-    def spend(self, amount: float, now_s: float) -> bool:
-        self._left -= amount
-        if self._left < 0:
-            self._left = min(self._at_once, self._left + (now_s - self.since_s) * self._per_s)
-            self.since_s = now_s
-        return self._left >= 0
-
-
 class _HeaderBlock(NamedTuple):
     headers: Headers
     bad_request: str
@@ -149,8 +132,8 @@ class Http2:
         self._calls = calls
         self._most_streams = most_streams
         self._now_s = 0.0
-        self._idle = Budget(IDLE_FRAMES, IDLE_FRAMES_PER_S)
-        self._unanswered = Budget(max(UNANSWERED_PER_S, most_streams), UNANSWERED_PER_S)
+        self._idle = TokenBucket(IDLE_FRAMES_PER_S, IDLE_FRAMES)
+        self._unanswered = TokenBucket(UNANSWERED_PER_S, max(UNANSWERED_PER_S, most_streams))
 
         self._buffer, self._at = b"", 0
         self._magic = False
@@ -228,7 +211,6 @@ class Http2:
             if len(buffer) < len(PREFACE):
                 return False
             self._magic, self._at = True, len(PREFACE)
-            self._idle.since_s = self._unanswered.since_s = self._now_s
         while work > 0:
             at = self._at
             if len(buffer) - at < HEAD.size:
@@ -532,11 +514,11 @@ class Http2:
         self._waste(reason)
 
     def _waste(self, reason: str) -> None:
-        if not self._unanswered.spend(1, self._now_s):
+        if self._unanswered.spend(1, self._now_s) < 0:
             raise Http2Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
     def _spend(self, reason: str, amount: float = 1) -> None:
-        if not self._idle.spend(amount, self._now_s):
+        if self._idle.spend(amount, self._now_s) < 0:
             raise Http2Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
 
     def _close(self, stream: int, how: int) -> None:
@@ -556,7 +538,7 @@ class Http2:
         if state is not None:
             state.answered = True
             self._frame(HEADERS, END_HEADERS, stream, block)
-            self._idle.earn()
+            self._idle.give_back(1)
 
     def data(self, stream: int, data: bytes) -> None:
         state = self._open.get(stream)
@@ -623,7 +605,7 @@ class Http2:
         else:
             index = len(out)
             self._frame(DATA, 0, stream, data)
-            self._idle.earn()
+            self._idle.give_back(1)
         self._tail = (stream, index, size)
 
     def _give_back(self, stream: int, state: Http2Stream) -> None:
@@ -653,7 +635,7 @@ class Http2:
             self._frame(DATA, END_STREAM, stream, b"")
         else:
             self._frame(HEADERS, END_HEADERS | END_STREAM, stream, state.trailers)
-        self._idle.earn()
+        self._idle.give_back(1)
         if state.half_closed:
             self._close(stream, _ENDED)
         else:
