@@ -30,7 +30,7 @@ from tests.properties.wire_traffic import (
 from tests.protocol.satellite import ledgers
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.index.journal import RecordOp, decode_records, encode_record, replay
+from skymemory.index.journal import Record, RecordOp, decode_records, encode_record, replay
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
@@ -162,11 +162,11 @@ def bodies(dice: random.Random) -> None:
 _HASHES = [bytes([n]) * 32 for n in range(1, 6)]
 _INFOS = [BlockInfo(n + 1, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, b"c") for n in range(5)]
 _LOG = [
-    encode_record(RecordOp.ADD, _HASHES, _INFOS),
-    encode_record(RecordOp.REMOVE, _HASHES[2:4]),
-    encode_record(RecordOp.ADD, _HASHES[2:3], _INFOS[:1], start=2, parent=_HASHES[1]),
-    encode_record(RecordOp.REMOVE_CONTEXT, context=b"c"),
-    encode_record(RecordOp.CLEAR),
+    encode_record(Record(RecordOp.ADD, _HASHES, _INFOS)),
+    encode_record(Record(RecordOp.REMOVE, _HASHES[2:4])),
+    encode_record(Record(RecordOp.ADD, _HASHES[2:3], _INFOS[:1], start=2, parent=_HASHES[1])),
+    encode_record(Record(RecordOp.REMOVE_CONTEXT, context=b"c")),
+    encode_record(Record(RecordOp.CLEAR)),
 ]
 
 
