@@ -34,6 +34,7 @@ from skymemory.index.journal import Record, RecordOp, decode_records, encode_rec
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Capabilities, Selection
 from skymemory.protocol.wire import ChunkRef, Op, SkyHeader, parse_header, parse_packet
@@ -110,7 +111,7 @@ class ClientTarget:
         self._machine = ClientMachine(ClientConfig(ground=7), SKY_MAP, MoveClock())
         self._out = bytearray(len(VALUE))
         self._left, self._now_s = _LIFE, 0.0
-        _, info = self._machine.put(KEY, VALUE, CHUNK_BYTES, 3, 1, 0.0)
+        _, info = self._machine.put(KEY, VALUE, Striping(CHUNK_BYTES, 3, 1), 0.0)
         self._machine.datagrams_to_send(0.0)
         self._read = self._machine.get(info, memoryview(self._out), 0.0)
         self._machine.datagrams_to_send(0.0)

@@ -27,7 +27,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.native import Rows
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
@@ -703,15 +703,11 @@ class SimulatedClient:
         self,
         key: bytes,
         value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        replicas: int = 1,
+        striping: Striping,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         with self.lock:
-            how = chunk_bytes, strategy, servers, self.now_s()
-            number, info = self.machine.put(key, value, *how, replicas=replicas)
+            number, info = self.machine.put(key, value, striping, self.now_s())
             meanwhile(info)
         return self.run([number])[number]
 

@@ -40,6 +40,7 @@ from skymemory.protocol.client.transfer import (
     ReplicatedRead,
     ReplicatedWrite,
     StandIns,
+    Striping,
     TransferReport,
     ValueInfo,
     WaitingBursts,
@@ -293,12 +294,10 @@ class ClientMachine:
         self.receive_placed(tallies, now_s)
         return number
 
-    def plain_put(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
-    ) -> PlainWrite | None:
+    def plain_put(self, key: bytes, value: Buffer, striping: Striping, now_s: float) -> PlainWrite | None:
         """Pack ``put`` for a value on a single near satellite, if possible."""
         size_bytes = memoryview(value).nbytes
-        chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
+        chunks, (_, strategy, servers, _) = striping.chunks_of(size_bytes), striping
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
             return None
         moves = self.moves(now_s)
@@ -307,7 +306,7 @@ class ClientMachine:
         if not fits or not self._is_near(satellite, now_s):
             return None
         copies = self._copies(strategy, servers, moves, 1)
-        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
+        transfer = WriteTransfer.of(key, value, striping, moves, copies[0])
         request_id, batch = self._in_flight.pack_set(transfer, satellite, moves, now_s)
         return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
 
@@ -369,15 +368,7 @@ class ClientMachine:
         return operation.number
 
     def put(
-        self,
-        key: bytes,
-        value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        now_s: float,
-        set_moves: Moves | None = None,
-        replicas: int = 1,
+        self, key: bytes, value: Buffer, striping: Striping, now_s: float, set_moves: Moves | None = None
     ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the end.
 
@@ -388,12 +379,12 @@ class ClientMachine:
             InvalidInput: a strategy or number of servers that is not available.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
-        if self._peers.suspects and chunk_bytes > 0:
-            chunks = max(1, -(-memoryview(value).nbytes // chunk_bytes))
-            strategy = self._around_suspects(strategy, servers, moves, chunks, replicas)
-        copies = self._copies(strategy, servers, moves, replicas)
-        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
-        if replicas > 1:
+        if self._peers.suspects and (chunks := striping.chunks_of(memoryview(value).nbytes)):
+            _, strategy, servers, replicas = striping
+            striping = striping._replace(strategy=self._around_suspects(strategy, servers, moves, chunks, replicas))
+        copies = self._copies(striping.strategy, striping.servers, moves, striping.replicas)
+        transfer = WriteTransfer.of(key, value, striping, moves, copies[0])
+        if striping.replicas > 1:
             transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
         if self._gateway is not None and self._peers.up_bytes_s < math.inf:
             self._update_gateway(now_s)
