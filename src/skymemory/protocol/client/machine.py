@@ -206,13 +206,7 @@ class ClientMachine:
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
-            self._peers,
-            self._gateway,
-            config.give_up_s,
-            config.ground,
-            config.window_bytes,
-            config.authority,
-            first_request_id,
+            self._peers, self._gateway, config.give_up_s, config.ground, config.authority, first_request_id
         )
         self._gate: ClientGate | None = None
         """Gate for answers. With it, only a later answer or DATA with new chunks is a sign of life."""
@@ -290,7 +284,7 @@ class ClientMachine:
         copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
         transfer = ReadTransfer(info, read.landing[5], copies[0], read.moves, info.chunks)
         transfer.on_all_requested(read.landing)
-        number = self._take_over(transfer, Op.GET, read)
+        number = self._take_over(transfer, read)
         self.receive_placed(tallies, now_s)
         return number
 
@@ -326,7 +320,7 @@ class ClientMachine:
                 return None
             return self._end_plain(transfer.report, transfer.info, write.begun_s, now_s)
         transfer.pending.clear()
-        number = self._take_over(transfer, Op.SET, write)
+        number = self._take_over(transfer, write)
         self._keepalive.on_write_begin(number, transfer, write.begun_s)
         self.receive_runs(runs, now_s)
         return number
@@ -351,20 +345,11 @@ class ClientMachine:
         report.requests, report.seconds = 1, now_s - begun_s
         return Finished(0, True, report, b"", info)
 
-    def _take_over(self, transfer: Transfer, op: Op, plain_transfer: PlainRead | PlainWrite) -> int:
-        operation, info = self._register(transfer, transfer.report, plain_transfer.begun_s), transfer.info
-        request = self._in_flight.begin(
-            operation,
-            plain_transfer.satellite,
-            op,
-            range(info.chunks),
-            b"",
-            info.chunks * (info.chunk_bytes + CHUNK_OVERHEAD_BYTES),
-            plain_transfer.moves,
-            plain_transfer.begun_s,
-            plain_transfer.request_id,
-        )
-        request.sent_s = plain_transfer.begun_s
+    def _take_over(self, transfer: Transfer, plain: PlainRead | PlainWrite) -> int:
+        operation, indices = self._register(transfer, plain.begun_s), range(transfer.info.chunks)
+        satellite, moves, begun_s = plain.satellite, plain.moves, plain.begun_s
+        request = self._in_flight.begin(operation, satellite, indices, moves, begun_s, plain.request_id)
+        request.sent_s = begun_s
         return operation.number
 
     def put(
@@ -409,7 +394,7 @@ class ClientMachine:
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
         """Begin a question to a satellite; with ``once``, not retransmitted."""
-        operation = self._register(None, TransferReport(satellites=1), now_s)
+        operation = self._register(op, now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._finish(operation, "unreachable", now_s)
             return operation.number
@@ -419,7 +404,8 @@ class ClientMachine:
         self._update_gateway(now_s)
         if operation.number not in self._operations:
             return operation.number
-        request = self._in_flight.begin(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
+        request = self._in_flight.begin(operation, satellite, [], self.moves(now_s), now_s)
+        request.body = body
         if once:
             request.once, request.deadline_s = True, now_s + self.config.give_up_s
         self._in_flight.transmit([request], now_s)
@@ -452,15 +438,20 @@ class ClientMachine:
         """Return True if nothing is under way except probes."""
         return self._operations.keys() <= self._probes
 
-    def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
-        operation = Operation(self._next_number, transfer, now_s, report)
+    def _register(self, work: Transfer | Op, now_s: float) -> Operation:
+        """Begin a read, a write or a question."""
+        if isinstance(work, Op):
+            operation = Operation(self._next_number, work, None, now_s, TransferReport(satellites=1))
+        else:
+            op = Op.GET if isinstance(work, ReadTransfer) else Op.SET
+            operation = Operation(self._next_number, op, work, now_s, work.report)
         self._next_number += 1
         self.revision += 1
         self._operations[operation.number] = operation
         return operation
 
     def _begin(self, transfer: Transfer, now_s: float) -> int:
-        operation = self._register(transfer, transfer.report, now_s)
+        operation = self._register(transfer, now_s)
         self._enqueue(operation)
         return operation.number
 
@@ -508,8 +499,7 @@ class ClientMachine:
             self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
-        assert self._gateway is not None
-        return self._sky.links_s(self._gateway.beam(burst.satellite), burst.satellite)
+        return self._sky.links_s(self._in_flight.beam(burst.satellite), burst.satellite)
 
     def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
         def copy(replica: int) -> Where:
@@ -612,10 +602,9 @@ class ClientMachine:
             if not window.admits(size_bytes) or (lane is not None and not lane.admits(size_bytes)):
                 break
             transfer.pending.popleft()
-            body = key + steps if steps else b""
-            requests.append(
-                self._in_flight.begin(operation, satellite, Op.GET, indices, body, size_bytes, moves, now_s)
-            )
+            request = self._in_flight.begin(operation, satellite, indices, moves, now_s)
+            request.body = key + steps if steps else b""
+            requests.append(request)
         if requests:
             self._in_flight.transmit(requests, now_s)
 
@@ -639,7 +628,7 @@ class ClientMachine:
                     return
                 pending.drop(len(indices))
                 continue
-            window = peers.outbound(satellite if gateway is None else gateway.beam(satellite))
+            window = peers.outbound(self._in_flight.beam(satellite))
             fits = min(len(indices), (window.size_bytes - window.in_flight_bytes) // size_each)
             # Prefer to wait over sending many small bursts; but with nothing in flight, no answer would open the
             # window.
@@ -654,9 +643,7 @@ class ClientMachine:
                     continue
                 fits = max(1, fits)
             pending.drop(fits)
-            indices = indices[:fits]
-            size_bytes = fits * size_each
-            request = self._in_flight.begin(operation, satellite, Op.SET, indices, b"", size_bytes, moves, now_s)
+            request = self._in_flight.begin(operation, satellite, indices[:fits], moves, now_s)
             self._in_flight.transmit([request], now_s)
             yield
 
@@ -816,7 +803,7 @@ class ClientMachine:
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
             request.peer.declares(known, now_s)
-            request.peer.cannot(request.op, now_s)
+            request.peer.cannot(operation.op, now_s)
             self._failed(request, "unsupported", now_s)
         elif header.op is Op.BUSY:
             request.window.lost(now_s, request.peer.round_trip.smoothed_s)
@@ -830,9 +817,9 @@ class ClientMachine:
                 self._stored(request, transfer, selection.indices(), header.credit, now_s)
         elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
             self._missed(request, transfer, header, Selection.unpack(body), now_s)
-        elif transfer is None and header.op is _ANSWERS.get(request.op):
+        elif transfer is None and header.op is _ANSWERS.get(operation.op):
             self._finish(operation, "", now_s, bytes(body))
-        elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
+        elif transfer is None and operation.op is Op.GET and header.op is Op.MISS:
             self._finish(operation, "missing", now_s)
         else:
             self.counters.add("packets_unexpected")
@@ -842,8 +829,7 @@ class ClientMachine:
 
         Satellites sign refusals even of a stranger's packets; only the beam, which checks commands, may refuse.
         """
-        beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
-        return status is not Status.REFUSED or speaker == beam
+        return status is not Status.REFUSED or speaker == self._in_flight.beam(request.satellite)
 
     def _receive_old(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         if header.op is Op.ACK and header.status is Status.OK:
@@ -965,7 +951,7 @@ class ClientMachine:
                 self._probe(self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s)
             if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):
                 self._failed(request, failure, now_s)
-            elif request.operation.transfer is None and request.op not in ALWAYS_SENT:
+            elif request.operation.transfer is None and request.operation.op not in ALWAYS_SENT:
                 self._ping_beside_question(satellite, now_s)
         if now_s >= self._keepalive.next_s:
             late, announcements = self._keepalive.take_due(now_s, self._places_of_write)
