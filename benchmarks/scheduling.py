@@ -64,7 +64,7 @@ def picks(name: str, servers: int, blocks: int, count: int = 400) -> float:
     for number in range(servers):
         fleet.add(f"prefill-{number}")
     index = ApproximatePrefixIndex(100_000)
-    scorer = prefill_scorer(name, cost=LLAMA_70B_8xA800, holdings=index, fleet=fleet)
+    scorer = prefill_scorer(name, cost=LLAMA_70B_8xA800, holdings=index)
     picker, now_s, taken = Picker(fleet, scorer), 0.0, []
     chain = dice.integers(1, 2**63, blocks).astype(np.uint64)
     for server in list(fleet)[::2]:

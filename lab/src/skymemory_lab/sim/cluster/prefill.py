@@ -48,7 +48,7 @@ class PrefillInstance:
         self.number = number
         self._clock, self._cost, self._pipeline, self._pool = clock, cost, pipeline, pool
         self._begun, self._done = on_begun, on_done
-        self._memory = pool.media()["dram"]
+        self._memory = pool.settings.dram
         self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}
         """Ends of the prefills in progress."""
