@@ -21,8 +21,8 @@ from skymemory.conductor.request import Request, Slo
 from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job
-from skymemory_lab.sim.cluster.machines import Listeners, Machines
+from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job, Listeners
+from skymemory_lab.sim.cluster.machines import Machines
 from skymemory_lab.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory_lab.sim.cluster.pool import ClusterPool
 from skymemory_lab.sim.cluster.roles import Roles
