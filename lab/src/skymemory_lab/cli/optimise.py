@@ -59,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from skymemory.constellation.presets import preset_named
     from skymemory.constellation.sight import check_mask
-    from skymemory_lab.sim.sky.optimise import RequestMix, at_place, optimise
+    from skymemory_lab.sim.sky.optimise import RequestMix, SearchSpace, at_place, optimise
     from skymemory_lab.sim.sky.physical import LinkRates
     from skymemory_lab.view.drawing import drawing_path, save_csv
 
@@ -74,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
         rates,
         load,
         mask_deg=args.mask,
-        accesses=tuple(args.access or ("gateway", "hybrid")),
-        servers=args.servers,
+        space=SearchSpace(tuple(args.access or ("gateway", "hybrid")), servers=args.servers),
         report=_progress,
     )
     _progress("")
