@@ -579,7 +579,7 @@ class SimulatedConstellation:
             return True, []
         routes = machine.routes(now_s)
         transit = None if routes is None else (*routes, _NO_SOCKETS)
-        unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, *requests, transit)
+        unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, requests, transit)
         outgoing: list[tuple[SegmentBatch, Node]] = []
         if forwarded:
             machine.record_passed(forwarded, now_s)

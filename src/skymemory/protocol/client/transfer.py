@@ -482,7 +482,7 @@ class WriteTransfer:
         if len(view) >= 1 << 32 or len(key) != KEY_BYTES:
             raise ValueTooLarge(f"a value of {len(view)} bytes, key of {len(key)}: expected < 4 GiB and {KEY_BYTES}")
         places = where(moves)  # first: it refuses what this constellation does not have
-        packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, *moves)
+        packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, moves)
         chunks = len(packed) // CHUNK_REF_BYTES
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         payloads = Slices(view, chunk_bytes, range(chunks))
