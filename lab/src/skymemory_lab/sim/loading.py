@@ -84,7 +84,6 @@ def simulate_load(
     others_fill: bool | None = None,
     failing: Collection[int] = (),
     budgets: Mapping[float, int] | None = None,
-    abort_at_s: float | None = None,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
     """Run the loader from second 0 until it is done.
@@ -106,8 +105,6 @@ def simulate_load(
     clock = Clock()
     for at_s, tokens in (budgets or {}).items():
         clock.at(at_s, _budget_change(loader, tokens))
-    if abort_at_s is not None:
-        clock.at(abort_at_s, loader.abort)
     link_free_s = 0.0
     on_link: list[int] = []
     asked_s: dict[int, float] = {}
