@@ -70,7 +70,7 @@ def run_cluster(
     if scheduler_views is not None and (setup.jitter_s or len(scheduler_views) != len(arriving)):
         raise InvalidInput("scheduler_views: expected one per request, and jitter_s of 0")
     rule = admission_named(admission, setup.slo) if isinstance(admission, str) else admission
-    factory = partial(scheduler_named, scheduler) if isinstance(scheduler, str) else scheduler
+    factory: SchedulerFactory = partial(scheduler_named, scheduler) if isinstance(scheduler, str) else scheduler
     return Simulation(setup, factory, rule).run(arriving, scheduler_views)
 
 
