@@ -22,11 +22,16 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.gateway import Gateway
 from skymemory.protocol.client.liveness import Peer, Peers
-from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, TransferReport, WriteTransfer
+from skymemory.protocol.client.transfer import (
+    CHUNK_OVERHEAD_BYTES,
+    ReadTransfer,
+    ReplicatedRead,
+    TransferReport,
+    WriteTransfer,
+)
 from skymemory.protocol.congestion import Window
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import (
-    CHUNK_OVERHEAD_BYTES,
     COMMAND_FORMAT,
     COMMAND_PREFIX_BYTES,
     CREDIT_UNIT_BYTES,
