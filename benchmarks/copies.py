@@ -16,6 +16,7 @@ from _bench import print_table, write_json
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import percentile
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
@@ -39,7 +40,7 @@ def measure(case: str, replicas: int) -> tuple[float, float, int, float]:
     host = sim.connect(ClientConfig(7, "los", expected_rtt_s=2 * _LINK_S))
     value = random.Random(1).randbytes(_CHUNKS * _CHUNK_BYTES)
     number, info = host.machine.put(
-        bytes(32), value, _CHUNK_BYTES, STRATEGY_CODES["rotation_hop"], 10, sim.now_s, replicas=replicas
+        bytes(32), value, Striping(_CHUNK_BYTES, STRATEGY_CODES["rotation_hop"], 10, replicas), sim.now_s
     )
     assert host.run([number])[number].ok
     armed = True

@@ -35,7 +35,7 @@ PATIENCE_MS = 2000
 
 def refs_of(value: Buffer) -> np.ndarray:
     """The references of all chunks, a row each."""
-    packed, _ = native.value_refs(value, KEY, CHUNK_BYTES, SERVERS, 1, 0, 0)
+    packed, _ = native.value_refs(value, KEY, CHUNK_BYTES, SERVERS, 1, (0, 0))
     return np.frombuffer(packed, dtype=np.uint8).reshape(CHUNKS, -1)
 
 
@@ -79,6 +79,7 @@ class Client:
 
     def read(self) -> None:
         arrived, crcs = bytearray(CHUNKS), np.zeros(CHUNKS, dtype=np.uint32)
+        landing = KEY, CHUNKS, CHUNK_BYTES, VALUE_BYTES, self.value_crc, self.out, arrived, crcs
         for endpoint in self.endpoints:
             self.sock.send(SegmentBatch(b"get", 3), endpoint)
         placed = 0
@@ -86,9 +87,7 @@ class Client:
             if not self.poll.poll(PATIENCE_MS):
                 raise SystemExit(f"{CHUNKS - placed} segments lost, {self.sock.dropped()} at the full buffer")
             for run, segment_bytes, _ in self.sock.receive():
-                placed += native.place_segments(
-                    run, segment_bytes, KEY, CHUNKS, CHUNK_BYTES, VALUE_BYTES, self.value_crc, self.out, arrived, crcs
-                )[0]
+                placed += native.place_segments(run, segment_bytes, landing)[0]
         if native.crc32_join(crcs, CHUNK_BYTES, VALUE_BYTES) != self.value_crc:
             raise SystemExit("the value that arrived is not the one that was sent")
 
@@ -166,9 +165,8 @@ def loops(value: bytes, runs: int) -> list[dict[str, Any]]:
     out, sums = bytearray(VALUE_BYTES), np.zeros(CHUNKS, dtype=np.uint32)
 
     def place(module: Any) -> None:
-        module.place_segments(
-            run, DATA_BYTES, KEY, CHUNKS, CHUNK_BYTES, VALUE_BYTES, value_crc, out, bytearray(CHUNKS), sums
-        )
+        landing = KEY, CHUNKS, CHUNK_BYTES, VALUE_BYTES, value_crc, out, bytearray(CHUNKS), sums
+        module.place_segments(run, DATA_BYTES, landing)
 
     calls: dict[str, Callable[[Any], object]] = {
         "CRC-32 of the value": lambda module: module.crc32(value),

@@ -23,6 +23,7 @@ from _bench import constellation, print_table, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from skymemory.constellation.links import Links
 from skymemory.metrics import percentile
+from skymemory.protocol.client.transfer import Striping
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import store_of
 from skymemory.testbed.plan import make_plan
@@ -84,7 +85,7 @@ def speed(access: str, rates: dict[str, str] | None, seed: int, times: int = 3) 
         client = sky.connect()
         began_s, before = time.process_time(), sky.simulated.datagrams_sent
         for number in range(2):
-            stored = client.write(bytes([number]) * 32, value, plan.chunk_bytes, 3, 10)
+            stored = client.write(bytes([number]) * 32, value, Striping(plan.chunk_bytes, 3, 10))
             assert stored.info is not None
             assert client.read(stored.info, memoryview(bytearray(len(value)))).ok
         events = sky.simulated.datagrams_sent - before

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduling.named import prefill_scorer
+from skymemory_lab.sim.cluster.schedulers import scheduler_named
 from skymemory_lab.sim.cluster.setup import ClusterSetup, PoolSettings
 from skymemory_lab.sim.cluster.simulation import run_cluster
 from skymemory_lab.sim.trace import TraceRequest, read_trace
@@ -49,7 +51,7 @@ def simulated(requests: list[TraceRequest], mfu: float, seed: int) -> list[dict[
         for gbit in GBIT:
             pool = PoolSettings(network=Medium("network", gbit / 8 * 1e9, 1e-4))
             setup = ClusterSetup(cost=LLAMA_70B_8xA800.at(mfu), jitter_s=3.0, seed=seed, pool=pool)
-            run = run_cluster(requests, setup, name, scheduler_options=options)
+            run = run_cluster(requests, setup, partial(scheduler_named, name, **options))
             ttfts = [one.ttft_s for one in run.outcomes if one.ttft_s is not None]
             computed = sum(one.computed_tokens for one in run.outcomes)
             row[f"{gbit} Gbit/s"] = float(np.mean(ttfts))
@@ -64,7 +66,7 @@ def picks(name: str, servers: int, blocks: int, count: int = 400) -> float:
     for number in range(servers):
         fleet.add(f"prefill-{number}")
     index = ApproximatePrefixIndex(100_000)
-    scorer = prefill_scorer(name, cost=LLAMA_70B_8xA800, holdings=index, fleet=fleet)
+    scorer = prefill_scorer(name, cost=LLAMA_70B_8xA800, holdings=index)
     picker, now_s, taken = Picker(fleet, scorer), 0.0, []
     chain = dice.integers(1, 2**63, blocks).astype(np.uint64)
     for server in list(fleet)[::2]:

@@ -23,6 +23,7 @@ from _bench import write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from skymemory.constellation.links import Links
 from skymemory.metrics import percentile
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.plan import ConstellationPlan, Ground, make_plan
 from skymemory.testbed.virtual import VirtualConstellation
@@ -49,7 +50,7 @@ def fly(plan: ConstellationPlan, size_bytes: int, operations: int, kept: int, pa
     for number in range(operations // 2):
         value = dice.randbytes(size_bytes)
         key = hashlib.sha256(b"%d/%d" % (seed, number)).digest()
-        ended = client.write(key, value, plan.chunk_bytes, code, plan.servers)
+        ended = client.write(key, value, Striping(plan.chunk_bytes, code, plan.servers))
         assert ended.ok and ended.info is not None, ended.report
         took_s["set"].append(ended.report.seconds)
         stored = [*stored[1 - kept :], (ended.info, value)]

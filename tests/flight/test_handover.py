@@ -13,6 +13,7 @@ from tests.flight.shadow import Divergence, ShadowMachine
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.satellite.state import EvictionConfig
@@ -47,8 +48,8 @@ def a_week(seed: int, replicas: int, policies: tuple[str, ...], memory_bytes: in
         if what < 0.5 or not infos:
             key = dice.randrange(24).to_bytes(32, "big")
             value = dice.randbytes(dice.randrange(1, 12_000))
-            how = 1000, STRATEGY_CODES[dice.choice(STRATEGIES)], dice.choice((4, 9)), sim.now_s
-            number, info = host.machine.put(key, value, *how, replicas=replicas)
+            how = Striping(1000, STRATEGY_CODES[dice.choice(STRATEGIES)], dice.choice((4, 9)), replicas)
+            number, info = host.machine.put(key, value, how, sim.now_s)
             host.run([number])
             infos.append(info)
         elif what < 0.75:

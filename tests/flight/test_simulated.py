@@ -15,7 +15,7 @@ from tests.protocol.strangers import Sky, Stranger, authority
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
@@ -56,7 +56,7 @@ def write(client: SimulatedClient, values: dict[bytes, tuple[bytes, ValueInfo]],
     drawn = random.Random(seed)
     for _ in range(count):
         key, value, kept = drawn.randbytes(32), drawn.randbytes(drawn.randrange(1, 9000)), list[ValueInfo]()
-        done = client.write(key, value, 500, 3, 10, meanwhile=kept.append)
+        done = client.write(key, value, Striping(500, 3, 10), meanwhile=kept.append)
         assert done.ok, done.report
         values[key] = value, kept[0]
 

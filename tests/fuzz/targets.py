@@ -30,10 +30,11 @@ from tests.properties.wire_traffic import (
 from tests.protocol.satellite import ledgers
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.index.journal import RecordOp, decode_records, encode_record, replay
+from skymemory.index.journal import Record, RecordOp, decode_records, encode_record, replay
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Capabilities, Selection
 from skymemory.protocol.wire import ChunkRef, Op, SkyHeader, parse_header, parse_packet
@@ -110,7 +111,7 @@ class ClientTarget:
         self._machine = ClientMachine(ClientConfig(ground=7), SKY_MAP, MoveClock())
         self._out = bytearray(len(VALUE))
         self._left, self._now_s = _LIFE, 0.0
-        _, info = self._machine.put(KEY, VALUE, CHUNK_BYTES, 3, 1, 0.0)
+        _, info = self._machine.put(KEY, VALUE, Striping(CHUNK_BYTES, 3, 1), 0.0)
         self._machine.datagrams_to_send(0.0)
         self._read = self._machine.get(info, memoryview(self._out), 0.0)
         self._machine.datagrams_to_send(0.0)
@@ -162,11 +163,11 @@ def bodies(dice: random.Random) -> None:
 _HASHES = [bytes([n]) * 32 for n in range(1, 6)]
 _INFOS = [BlockInfo(n + 1, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, b"c") for n in range(5)]
 _LOG = [
-    encode_record(RecordOp.ADD, _HASHES, _INFOS),
-    encode_record(RecordOp.REMOVE, _HASHES[2:4]),
-    encode_record(RecordOp.ADD, _HASHES[2:3], _INFOS[:1], start=2, parent=_HASHES[1]),
-    encode_record(RecordOp.REMOVE_CONTEXT, context=b"c"),
-    encode_record(RecordOp.CLEAR),
+    encode_record(Record(RecordOp.ADD, _HASHES, _INFOS)),
+    encode_record(Record(RecordOp.REMOVE, _HASHES[2:4])),
+    encode_record(Record(RecordOp.ADD, _HASHES[2:3], _INFOS[:1], start=2, parent=_HASHES[1])),
+    encode_record(Record(RecordOp.REMOVE_CONTEXT, context=b"c")),
+    encode_record(Record(RecordOp.CLEAR)),
 ]
 
 

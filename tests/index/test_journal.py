@@ -41,19 +41,7 @@ RECORDS = [
 ]
 
 
-def encode(record: Record) -> bytes:
-    return encode_record(
-        record.op,
-        record.hashes,
-        record.infos,
-        start=record.start,
-        parent=record.parent,
-        context=record.context,
-        probed=record.probed,
-    )
-
-
-LOG = [encode(record) for record in RECORDS]
+LOG = [encode_record(record) for record in RECORDS]
 
 
 def test_every_cut_of_the_log_keeps_the_whole_records_before_it() -> None:
@@ -127,10 +115,10 @@ GROUPS = pack_groups(SHARED.listed)
     [framed(1, b"", version=3), framed(2, b"", version=2), framed(0, b""), framed(9, b""), framed(255, b"x" * 70)],
 )
 def test_intact_records_of_a_later_release_are_passed_over(record: bytes) -> None:
-    records, taken = decode_records(record + encode_record(RecordOp.REMOVE, HASHES))
+    records, taken = decode_records(record + encode_record(Record(RecordOp.REMOVE, HASHES)))
     assert [one.op for one in records] == [RecordOp.UNKNOWN, RecordOp.REMOVE] and taken > len(record)
     index, standing = RadixIndex(), JournalState(complete=True)
-    assert replay_all(record + encode_record(RecordOp.REMOVE, HASHES), index, standing) == taken
+    assert replay_all(record + encode_record(Record(RecordOp.REMOVE, HASHES)), index, standing) == taken
     assert len(index) == 0 and not standing.complete and standing.unknown_records == 1
 
 
@@ -173,14 +161,14 @@ def test_intact_records_that_contradict_themselves_are_malformed(record: bytes) 
 )
 def test_records_that_cannot_be_are_not_written(op: RecordOp, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
-        encode_record(op, **fields)
+        encode_record(Record(op, **fields))
 
 
 def test_the_size_of_chunks_is_kept_and_said_only_where_it_must_be() -> None:
     """A record with one entry that says so is of version 2; all others are as they were."""
     sizes = [0, 4096, 0, 65_000, 4096]
     infos = [replace(info, chunk_bytes=size) for info, size in zip(INFOS, sizes, strict=True)]
-    record = encode_record(RecordOp.ADD, HASHES, infos)
+    record = encode_record(Record(RecordOp.ADD, HASHES, infos))
     (read,), taken = decode_records(record)
     assert read.infos == tuple(infos) and taken == len(record)
     index = RadixIndex()
@@ -188,4 +176,6 @@ def test_the_size_of_chunks_is_kept_and_said_only_where_it_must_be() -> None:
     again = RadixIndex()
     replay_all(b"".join(records_of(index)), again, JournalState())
     assert [again.get(key) for key in HASHES] == infos
-    assert [int.from_bytes(encode_record(RecordOp.ADD, HASHES, its)[2:4], "little") for its in (infos, INFOS)] == [2, 1]
+    assert [
+        int.from_bytes(encode_record(Record(RecordOp.ADD, HASHES, its))[2:4], "little") for its in (infos, INFOS)
+    ] == [2, 1]

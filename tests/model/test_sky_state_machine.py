@@ -19,7 +19,7 @@ from tests.protocol.satellite import ledgers
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
@@ -66,7 +66,7 @@ class SkyMachine(RuleBasedStateMachine):
     def put(self, key: bytes, size: int, strategy: int, servers: int) -> None:
         self.written += 1
         value = hashlib.shake_128(bytes([self.written % 256])).digest(size)
-        number, info = self.host.machine.put(key, value, 400, strategy, servers, self.sim.now_s)
+        number, info = self.host.machine.put(key, value, Striping(400, strategy, servers), self.sim.now_s)
         stored = self.host.run([number])[number].ok
         if key in self.values:
             self.older.append(self.values[key])

@@ -127,9 +127,11 @@ class Scene:
     def _serve(self) -> Arguments:
         self._arrive()
         near = {("127.0.0.1", self.sender.getsockname()[1]): (0, 1)} if self.dice.random() < 0.5 else {}
+        return self.receiver.fileno(), self.scratch, 2, near, self._requests(), self._transit()
+
+    def _requests(self) -> Arguments:
         room = self.dice.choice((0, 9999))
-        head = (self.receiver.fileno(), self.scratch, 2, bytes(8), near, self._shares(), self._settled(), room, TERMS)
-        return *head, self._guard(), self._transit()
+        return bytes(8), self._shares(), self._settled(), room, TERMS, self._guard()
 
     def _serve_runs(self) -> Arguments:
         scratch, runs = bytearray(), []
@@ -141,9 +143,7 @@ class Scene:
             runs.append((len(scratch), len(moved), self.set_bytes if packet is self.sets else len(moved)))
             scratch += moved
         source = self.dice.choice(((0, 1), ("127.0.0.1", 9)))
-        room = self.dice.choice((0, 9999))
-        head = (self.sender.fileno(), scratch, runs, source, bytes(8), self._shares(), self._settled(), room, TERMS)
-        return *head, self._guard(), self._transit()
+        return self.sender.fileno(), scratch, runs, source, self._requests(), self._transit()
 
     def _receive(self) -> Arguments:
         with suppress(BlockingIOError):  # what earlier calls left
@@ -198,9 +198,9 @@ class Scene:
             "strip_macs": lambda: (self.signed_get * 2, len(self.signed_get), 8, b"\1\0"),
             "seal_headers": lambda: (bytearray(104), 52, 8),
             "verify_segments": lambda: (bytearray(answers), 180),
-            "place_segments": lambda: (bytearray(answers), 180, *self._landing()),
+            "place_segments": lambda: (bytearray(answers), 180, self._landing()),
             "bulk_headers": lambda: (bytes(60), bytearray(144), 7, 16),
-            "value_refs": lambda: (self.value, KEY, CHUNK_BYTES, 3, 1, 0, 0),
+            "value_refs": lambda: (self.value, KEY, CHUNK_BYTES, 3, 1, (0, 0)),
             "answer_get": lambda: (self.get, self._shares(), terms),
             "open_runs": lambda: ([(bytearray(self.sets), self.set_bytes), (memoryview(self.sets), 9)], 0),
             "serve": self._serve,
@@ -216,7 +216,7 @@ class Scene:
             "send_batch": lambda: (sending, host, port, bytearray(24), 12, [b"one", bytearray(3)]),
             "command_packets": lambda: (bytes(52), 7, [(1, 2, 3, b"body"), (1, 2, 3, bytearray(9))]),
             "open_ack": lambda: (bytearray(self.ack),),
-            "send_slices": lambda: (sending, host, port, bytearray(24), 12, self.value, CHUNK_BYTES, 0, 3),
+            "send_slices": lambda: (sending, host, port, bytearray(24), 12, (self.value, CHUNK_BYTES, 0, 3)),
             "send_each": lambda: (sending, [(b"one", host, port), (bytearray(3), host, port)], 0),
             "chain_hashes": lambda: (self.value, 16, 5),
             "piece_hashes": lambda: (self.value, 16, 5),

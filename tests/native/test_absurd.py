@@ -68,7 +68,7 @@ def test_a_million_absurd_calls_end_no_interpreter(fast: ModuleType) -> None:
 def test_rows_beyond_the_room_are_refused(impl: ModuleType, first: int, row_bytes: int) -> None:
     out = (bytearray(), bytearray(10), first, 1, row_bytes, row_bytes)
     with pytest.raises(ValueError, match="rows that are not its"):
-        impl.place_segments(b"", 1, bytes(32), 1, 100, 100, 0, out, bytearray(1), bytearray(4))
+        impl.place_segments(b"", 1, (bytes(32), 1, 100, 100, 0, out, bytearray(1), bytearray(4)))
 
 
 def test_a_value_larger_than_any_memory_is_refused(impl: ModuleType) -> None:
@@ -108,13 +108,7 @@ def test_a_guard_that_empties_the_list_of_runs_changes_nothing(impl: ModuleType)
         bytearray(3 * signed),
         runs,
         source,
-        bytes(get[12:20]),
-        shares,
-        set(),
-        0,
-        (0,) * 6,
-        ({1: key}, 5, 9, is_first, 0),
-        None,
+        (bytes(get[12:20]), shares, set(), 0, (0,) * 6, ({1: key}, 5, 9, is_first, 0)),
     )
     assert (kept, len(served)) == ([], 3)
 

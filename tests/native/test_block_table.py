@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.index.journal import RecordOp, encode_record
+from skymemory.index.journal import Record, RecordOp, encode_record
 from skymemory.index.radix import BlockInfo
 
 ROW = struct.Struct("<IQIdiiI")
@@ -74,7 +74,9 @@ class Tables(RuleBasedStateMachine):
     def replay(self, branch: int, data: bytes) -> None:
         infos = [BlockInfo(1, 5, 7, 1.0, 0, 0, "hop", servers) for servers in (1, 2, 2)]
         keys = [key(branch, depth) for depth in range(3)]
-        log = encode_record(RecordOp.ADD, keys, infos) + encode_record(RecordOp.REMOVE, [keys[1]]) + data
+        log = (
+            encode_record(Record(RecordOp.ADD, keys, infos)) + encode_record(Record(RecordOp.REMOVE, [keys[1]])) + data
+        )
         asked = []
 
         def numbers_of(packed: bytes, count: int, sized: bool) -> list[int]:
@@ -186,7 +188,7 @@ def test_replay_begins_inside(table, at: int) -> None:
 
 @pytest.mark.parametrize("given", [None, [1 << 24], [-1], ["x"], [2**40]])
 def test_numbers_that_are_none_are_an_error(given: object) -> None:
-    record = encode_record(RecordOp.ADD, [bytes(32)], [BlockInfo(1, 5, 7, 1.0, 0, 0, "hop", 3)])
+    record = encode_record(Record(RecordOp.ADD, [bytes(32)], [BlockInfo(1, 5, 7, 1.0, 0, 0, "hop", 3)]))
     for module in IMPLEMENTATIONS:
         table = module.BlockTable()
         with pytest.raises((TypeError, ValueError, OverflowError, struct.error)):

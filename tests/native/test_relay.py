@@ -112,9 +112,7 @@ class Crossing:
             if self.impl is None or requests is None or routes is None:
                 return native.recv_batch(fd, scratch, 16)
             transit = (*routes, self.endpoints)
-            arrivals, served, errors, passed = self.impl.serve(
-                fd, scratch, 16, requests[0], self.names, *requests[1:], transit
-            )
+            arrivals, served, errors, passed = self.impl.serve(fd, scratch, 16, self.names, requests, transit)
             assert errors == 0
             self._carried(scratch, served, passed)
             if not served and not passed:
@@ -133,7 +131,7 @@ class Crossing:
         assert requests is not None and routes is not None
         transit = (*routes, self.endpoints)
         kept, served, errors, passed = self.impl.serve_runs(
-            self.sock.fileno(), scratch, runs, source, *requests, transit
+            self.sock.fileno(), scratch, runs, source, requests, transit
         )
         assert errors == 0
         self._carried(scratch, served, passed)
@@ -321,7 +319,7 @@ def test_what_the_network_refuses_is_counted_and_holds_up_nothing(impl: ModuleTy
         assert requests is not None and routes is not None
         transit = (*routes, crossing.endpoints | {SatelliteId(2, 8): ("127.0.0.1", 0)})
         scratch, fd = bytearray(16 * SLOT_BYTES), crossing.sock.fileno()
-        kept, _, errors, passed = impl.serve(fd, scratch, 16, requests[0], crossing.names, *requests[1:], transit)
+        kept, _, errors, passed = impl.serve(fd, scratch, 16, crossing.names, requests, transit)
         assert (kept, errors) == ([], 1) and [run[3:] for run in passed] == [(3, []), (1, [])]
         assert len(crossing.left()[WEST]) == 1
     finally:
@@ -330,15 +328,15 @@ def test_what_the_network_refuses_is_counted_and_holds_up_nothing(impl: ModuleTy
 
 def test_what_is_handed_over_lies_in_the_buffer(impl: ModuleType) -> None:
     with BatchSocket() as sock:
-        terms = (bytes(8), {}, set(), 0, (0, 0, 0, 0, 0, 0))
+        requests = (bytes(8), {}, set(), 0, (0, 0, 0, 0, 0, 0), None)
         for run in ((-1, 60, 60), (0, 0, 60), (0, 60, 0), (41, 60, 60), (2**62, 60, 60)):
             with pytest.raises(ValueError, match="a run of"):
-                impl.serve_runs(sock.fileno(), bytearray(100), [run], HERE, *terms)
-        assert impl.serve_runs(sock.fileno(), bytearray(100), [(40, 60, 60)], HERE, *terms)[0] == [(40, 60, 60)]
+                impl.serve_runs(sock.fileno(), bytearray(100), [run], HERE, requests)
+        assert impl.serve_runs(sock.fileno(), bytearray(100), [(40, 60, 60)], HERE, requests)[0] == [(40, 60, 60)]
         with pytest.raises(ValueError, match="addresses"):
-            impl.serve_runs(sock.fileno(), bytearray(100), [], HERE, b"short", *terms[1:])
+            impl.serve_runs(sock.fileno(), bytearray(100), [], HERE, (b"short", *requests[1:]))
         with pytest.raises(BufferError if impl is backend else TypeError):
-            impl.serve_runs(sock.fileno(), bytes(100), [], HERE, *terms)
+            impl.serve_runs(sock.fileno(), bytes(100), [], HERE, requests)
 
 
 def test_a_ground_host_without_a_socket_gets_its_answers_from_the_caller(impl: ModuleType) -> None:
@@ -355,7 +353,7 @@ def test_a_ground_host_without_a_socket_gets_its_answers_from_the_caller(impl: M
         for packets, source, link in ((sets, host, SatelliteId(2, 8)), (down, NEIGHBOURS[1], host)):
             scratch = bytearray(b"".join(packets))
             run = 0, len(scratch), len(packets[0])
-            kept, served, errors, passed = impl.serve_runs(-1, scratch, [run], source, *requests, (*routes, {}))
+            kept, served, errors, passed = impl.serve_runs(-1, scratch, [run], source, requests, (*routes, {}))
             assert (kept, served, errors) == ([], [], 0)
             assert [(one[0], one[2:]) for one in passed] == [(source, (link, 2, [run]))]
     finally:

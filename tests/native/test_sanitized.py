@@ -39,7 +39,8 @@ def data(i, part=None):
     return packet + part
 out, arrived, crcs = bytearray(size), bytearray(chunks), bytearray(4 * chunks)
 run = b"".join(data(i) for i in range(chunks))
-assert fast.place_segments(run, 180, key, chunks, chunk, size, crc, out, arrived, crcs) == (5, 0, 0, 0) and out == value
+landing = key, chunks, chunk, size, crc, out, arrived, crcs
+assert fast.place_segments(run, 180, landing) == (5, 0, 0, 0) and out == value
 for _ in range(20000):
     packet = data(dice.randrange(chunks), dice.choice((None, None, dice.randbytes(dice.randrange(200)))))
     for _ in range(dice.randrange(4)):
@@ -56,7 +57,7 @@ for _ in range(20000):
     arrived = bytearray(chunks)
     segment = dice.choice((180, len(packet) or 1, dice.randrange(1, 200)))
     fast.verify_segments(packet, segment)
-    fast.place_segments(packet, segment, key, chunks, chunk, size, crc, out, arrived, crcs)
+    fast.place_segments(packet, segment, (key, chunks, chunk, size, crc, out, arrived, crcs))
     awaited = {0: (key, chunks, chunk, size, crc, out, bytearray(chunks), crcs)}
     fast.place_runs([(run, 180), (packet, segment), (run, 180)], 0, awaited)
     fast.open_ack(packet)
@@ -95,7 +96,7 @@ whole = memoryview(scratch)
 for n in range(60):
     blob = dice.randbytes(dice.randrange(20000))
     rows = bytes(12 * (len(blob) // 1000 // 3 + 1))
-    assert fast.send_slices(b.fileno(), "127.0.0.1", port, rows, 12, blob, 1000, 0, 3) == len(rows) // 12
+    assert fast.send_slices(b.fileno(), "127.0.0.1", port, rows, 12, (blob, 1000, 0, 3)) == len(rows) // 12
     packets = [(dice.choice((run[:180], dice.randbytes(dice.randrange(400)))), "127.0.0.1", port) for _ in range(n)]
     assert fast.send_each(b.fileno(), packets, 0) == n
     awaited = {0: (key, chunks, chunk, size, crc, out, bytearray(chunks), crcs)}
@@ -126,7 +127,7 @@ for _ in range(4000):
         shares = {} if dice.random() < 0.5 else {key: {0: dice.choice(("no", ("a", 3), (bytes(72), b"x")))}}
     try:
         room = dice.choice((0, 300, 9999))
-        _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
+        _, served, *_ = fast.serve(a.fileno(), scratch, 4, {}, (bytes(8), shares, settled, room, terms, None))
         for entry in served:
             kinds[entry[0]] += 1
     except TypeError:
@@ -157,10 +158,10 @@ for _ in range(3000):
     scratch[5 : 5 + len(moving)] = moving
     b.sendto(moving, ("127.0.0.1", port))
     known = {near: link} if dice.random() < 0.7 else {}
-    rest = {}, set(), 9, terms, None, transit
+    rest = (here, {}, set(), 9, terms, None), transit
     for _, _, _, passed in (
-        fast.serve_runs(b.fileno(), scratch, [(5, len(moving), segment)] if moving else [], link, here, *rest),
-        fast.serve(a.fileno(), scratch, 4, here, known, *rest),
+        fast.serve_runs(b.fileno(), scratch, [(5, len(moving), segment)] if moving else [], link, *rest),
+        fast.serve(a.fileno(), scratch, 4, known, *rest),
     ):
         went += len(passed)
     while fast.recv_batch(a.fileno(), scratch, 4):
@@ -194,7 +195,7 @@ for n in range(6000):
     accepted = dice.choice((keys, keys, {}, {1: b"short", 2: 5}))
     guard = (accepted, now, 30_000_000, dice.choice((bool, lambda *_: True)), n % 4)
     try:
-        _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
+        _, served, *_ = fast.serve(a.fileno(), scratch, 4, {}, (bytes(8), shares, settled, 9999, terms, guard))
         taken += len(served)
     except (KeyError, TypeError):
         pass
@@ -356,7 +357,7 @@ for bad in (lambda: fast.json_counts("a"), lambda: fast.cut_texts("a"), lambda: 
             lambda: fast.chain_sha256(b"x", 0, key), lambda: fast.chain_sha256(b"x", 1, bytes(31)),
             lambda: fast.chain_hashes(b"x", 0, 1), lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}),
             lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
-            lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),
+            lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, (b"x", 1, 1, 2**62)),
             lambda: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", port), (b"x", "no", 1)], 0),
             lambda: fast.command_packets(bytes(52), 0, [(1, 2, 3, b""), (1, 2, 3, "x")]),
             lambda: fast.send_batch(b.fileno(), "127.0.0.1", port, bytes(24), 12, [b"", "x"]),
@@ -381,10 +382,10 @@ key, value, room = bytes(32), bytes(209), memoryview(bytearray(2 * 65536))
 out = bytearray(209), bytearray(5), bytearray(20)
 command = bytes((0x18, 0xC0, 0xC0, 0, 0, 61, 0, 0, 1, 6)) + bytes(42)
 signed = bytes(fast.sign_packets(command, 52, 8, key, 1, 5))
-terms, guarded = (0, 0, 9, 1, 2, 3), (room, 2, bytes(8), {}, {}, set(), 99)
+terms, guarded = (0, 0, 9, 1, 2, 3), (bytes(8), {}, set(), 99)
 def guard(now, skew):
     b.sendto(signed, ("127.0.0.1", port))
-    fast.serve(a.fileno(), *guarded, terms, ({1: key}, now, skew, bool))
+    fast.serve(a.fileno(), room, 2, {}, (*guarded, terms, ({1: key}, now, skew, bool)))
 def table(slot, number):
     table = fast.PrefixTable(5); table.learn(slot, bytes(16)); table.drop(slot, number)
     table.set_capacity(slot, number); table.match(bytes(8), [slot]); table.held(slot)
@@ -417,19 +418,19 @@ calls = [
     (lambda n, k: fast.check_macs(signed, 68, 8, {1: key}, n, k), 2),
     (lambda w, s: fast.check_macs(signed, w, s, {1: key}, 5, 9), 2),
     (lambda w, s: fast.strip_macs(signed, w, s, b"1"), 2), (lambda w: fast.verify_segments(signed * 3, w), 1),
-    (lambda w, n, c, s: fast.place_segments(signed, w, key, n, c, s, 0, *out), 4),
+    (lambda w, n, c, s: fast.place_segments(signed, w, (key, n, c, s, 0, *out)), 4),
     (lambda n, c, s: fast.place_runs([(signed, 68)], 0, {0: (key, n, c, s, 0, *out)}), 3),
     (lambda w, f: fast.place_runs([(signed, w)], f, {}), 2), (lambda w, f: fast.open_runs([(signed, w)], f), 2),
     (lambda q, s: fast.bulk_headers(bytes(60), bytes(144), q, s), 2),
     (lambda *some: fast.answer_get(signed, {}, (*some, 0, 0)), 4),
     (lambda s, c: fast.recv_runs(a.fileno(), room, s, c, 0, {}), 2),
     (lambda s: fast.recv_batch(a.fileno(), room, s), 1),
-    (lambda s, n: fast.serve(a.fileno(), room, s, bytes(8), {}, {}, set(), n, terms), 2), (guard, 2),
-    (lambda p, s, w: fast.serve_runs(a.fileno(), room, [(p, s, w)], (0, 1), bytes(8), {}, set(), 9, terms), 3),
+    (lambda s, n: fast.serve(a.fileno(), room, s, {}, (bytes(8), {}, set(), n, terms, None)), 2), (guard, 2),
+    (lambda p, s, w: fast.serve_runs(a.fileno(), room, [(p, s, w)], (0, 1), (bytes(8), {}, set(), 9, terms, None)), 3),
     (lambda w: fast.same_journey(signed * 3, w), 1), (lambda w: fast.count_hops(signed * 3, w), 1),
     (lambda p, w: fast.send_batch(b.fileno(), "127.0.0.1", p, bytes(24), w, None), 2),
     (lambda p, f: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", p)], f), 2),
-    (lambda w, c, f, s: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), w, value, c, f, s), 4),
+    (lambda w, c, f, s: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), w, (value, c, f, s)), 4),
     (lambda q, n: fast.command_packets(bytes(52), q, [(n, n, n, b"")] * 3), 2),
     (lambda c, s: fast.PrefixTable(c, s), 2), (table, 2), (holders, 3),
     (estimates, 2), (ranking, 3), (lambda n: fast.UnderWay(n).add(0, bytes(16)), 1),

@@ -41,10 +41,12 @@ def target() -> Target:
     return Target(bytearray(b"\xaa" * VALUE_BYTES), bytearray(CHUNKS), np.zeros(CHUNKS, dtype=np.uint32))
 
 
+def landing(out: object, to: Target) -> tuple[object, ...]:
+    return KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, out, to.arrived, to.crcs
+
+
 def place(impl: ModuleType, data: bytes, segment: int, to: Target) -> tuple[int, int, int, int]:
-    result: tuple[int, int, int, int] = impl.place_segments(
-        data, segment, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, to.out, to.arrived, to.crcs
-    )
+    result: tuple[int, int, int, int] = impl.place_segments(data, segment, landing(to.out, to))
     return result
 
 
@@ -203,7 +205,7 @@ def test_a_value_without_bytes_has_one_empty_chunk(impl: ModuleType) -> None:
     refs = pack_refs(KEY, [0], np.zeros(1, dtype=np.uint32), 48, 0, 0, 3, 1, (0, 0))
     data = bulk_batch(header, refs, [b""], 1, 0.0).datagrams()[0]
     arrived, crcs = bytearray(1), np.ones(1, dtype=np.uint32)
-    assert impl.place_segments(data, len(data), KEY, 1, 48, 0, 0, bytearray(), arrived, crcs) == (1, 0, 0, 0)
+    assert impl.place_segments(data, len(data), (KEY, 1, 48, 0, 0, bytearray(), arrived, crcs)) == (1, 0, 0, 0)
     assert arrived == b"\1" and crcs[0] == 0
 
 
@@ -227,8 +229,6 @@ def test_a_value_without_bytes_has_one_empty_chunk(impl: ModuleType) -> None:
 )
 def test_a_target_that_cannot_hold_the_value_is_refused(impl: ModuleType, wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {
-        "data": packets(Op.DATA, [0])[0],
-        "segment": WIDTH,
         "key": KEY,
         "chunks": CHUNKS,
         "chunk_bytes": CHUNK,
@@ -239,7 +239,7 @@ def test_a_target_that_cannot_hold_the_value_is_refused(impl: ModuleType, wrong:
         "crcs": np.zeros(CHUNKS, dtype=np.uint32),
     }
     with pytest.raises((ValueError, BufferError, TypeError)):
-        impl.place_segments(*(arguments | wrong).values())
+        impl.place_segments(packets(Op.DATA, [0])[0], WIDTH, tuple((arguments | wrong).values()))
 
 
 @st.composite
@@ -318,7 +318,7 @@ def test_rows_are_filled_alike_and_nothing_beside_them(fast: ModuleType, its: se
         head, room, to = bytearray(its.head), bytearray(its.room), target()
         out = its._replace(head=memoryview(head), room=memoryview(room))
         for (packet,) in [packets(Op.DATA, [index]) for index in order]:
-            impl.place_segments(packet, WIDTH, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, out, to.arrived, to.crcs)
+            impl.place_segments(packet, WIDTH, landing(out, to))
         states.append((head, room))
         starts = [its.first + row * its.stride for row in range(its.row_count)]
         assert bytes(head) + b"".join(room[at : at + its.row_bytes] for at in starts) == VALUE
@@ -350,9 +350,7 @@ def test_rows_that_are_not_the_values_are_refused(impl: ModuleType, wrong: dict[
     to = target()
 
     def place_in(out: object) -> object:
-        return impl.place_segments(
-            packets(Op.DATA, [0])[0], WIDTH, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, out, to.arrived, to.crcs
-        )
+        return impl.place_segments(packets(Op.DATA, [0])[0], WIDTH, landing(out, to))
 
     with pytest.raises(ValueError, match="rows"):
         place_in(

@@ -97,10 +97,8 @@ class Satellite:
             else:
                 requests = self.machine.plain_requests(1000.25)
                 assert requests is not None
-                addresses, shares, settled, room_bytes, terms, guard = requests
-                arrivals, served, errors, passed = self.impl.serve(
-                    fd, scratch, 16, addresses, {("127.0.0.9", 1): 0}, shares, settled, room_bytes, terms, guard
-                )
+                near = {("127.0.0.9", 1): 0}
+                arrivals, served, errors, passed = self.impl.serve(fd, scratch, 16, near, requests)
                 assert errors == 0 and passed == [] and all(entry[-1] is None for entry in served)
                 self.machine.record_served(served, 1000.25)
                 self.served += len(served)
@@ -213,18 +211,18 @@ def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:
         satellite = Satellite(impl)
         try:
             satellite.hear([set_batch(KEYS[0], [0, 1], 1, 1)])
-            addresses, shares, settled, room, terms, _ = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
+            requests = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
             batch = get_batch(KEYS[0], [0], 2)
             satellite.client.sendto(batch.datagrams()[0], satellite.sock.address)
             scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
             known = {satellite.client.getsockname()[:2]: HERE}
-            arrivals, served, *_ = impl.serve(fd, scratch, 1, addresses, known, shares, settled, room, terms)
+            arrivals, served, *_ = impl.serve(fd, scratch, 1, known, requests)
             assert len(arrivals) == 1 and served == []
-            for bad in ((scratch, 2, addresses), (scratch, 0, addresses), (scratch, 1, b"short")):
+            for slots, bad in ((2, requests), (0, requests), (1, (b"short", *requests[1:]))):
                 with pytest.raises(ValueError, match="expected"):
-                    impl.serve(fd, *bad, known, shares, settled, room, terms)
+                    impl.serve(fd, scratch, slots, known, bad)
             with pytest.raises(OSError, match="file descriptor"):
-                impl.serve(-1, scratch, 1, addresses, known, shares, settled, room, terms)
+                impl.serve(-1, scratch, 1, known, requests)
         finally:
             satellite.close()
 
@@ -237,14 +235,14 @@ def test_what_the_kernel_does_not_take_is_handed_back(fast: ModuleType) -> None:
         indices = [SERVER + SERVERS * step for step in range(4)]
         shares = {KEYS[0]: {index: (bytes(72), payload) for index, payload in zip(indices, payloads, strict=True)}}
         satellite.client.sendto(get_batch(KEYS[0], [0, 1, 2, 3], 1).datagrams()[0], satellite.sock.address)
-        addresses, _, settled, room, terms, _ = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
+        addresses, _, *others = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
         scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
-        _, (entry,), errors, _ = fast.serve(fd, scratch, 1, addresses, {}, shares, settled, room, terms)
+        _, (entry,), errors, _ = fast.serve(fd, scratch, 1, {}, (addresses, shares, *others))
         assert errors == 0 and entry[5] == 4
         headers, rest = entry[-1]
         assert rest == payloads[2:] and len(headers) == 2 * 132
         assert [len(answer) for answer in satellite._answers([])] == [172, 172]
-        assert headers[2] << 8 | headers[3] == 3 << 14 | (terms[5] + 2) & 0x3FFF, "the sequence goes on"
+        assert headers[2] << 8 | headers[3] == 3 << 14 | (others[2][5] + 2) & 0x3FFF, "the sequence goes on"
     finally:
         satellite.close()
 

@@ -190,12 +190,12 @@ def test_a_guard_that_signs_by_a_key_that_is_not_there_is_an_error(fast: ModuleT
         host, port = satellite.sock.address
         batch = signed(set_batch(KEY, [1], 2, 5), late_s=0.1)
         backend.send_batch(satellite.client.fileno(), host, port, batch.headers, batch.header_bytes, batch.payloads)
-        addresses, *others, guard = requests
+        *others, guard = requests
         with pytest.raises(KeyError, match="77"):
-            impl.serve(satellite.sock.fileno(), bytearray(70_000), 1, addresses, {}, *others, (*guard[:4], 77))
+            impl.serve(satellite.sock.fileno(), bytearray(70_000), 1, {}, (*others, (*guard[:4], 77)))
         satellite.close()
 
 
 def test_a_guard_that_is_none_is_refused(fast: object) -> None:
     with pytest.raises(TypeError, match="tuple"):
-        fast.serve(0, bytearray(70_000), 1, bytes(8), {}, {}, set(), 0, (0, 0, 0, 0, 0, 0), 5)  # type: ignore[attr-defined]
+        fast.serve(0, bytearray(70_000), 1, {}, (bytes(8), {}, set(), 0, (0, 0, 0, 0, 0, 0), 5))  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ def test_chunks_are_sent_from_where_they_lie(
     starts = [(first + n * step) * chunk for n in range(count)]
     expected = [headers[12 * n : 12 * n + 12] + value[at : at + chunk] for n, at in enumerate(starts)]
     host, port = receiver.getsockname()[:2]
-    sent = impl.send_slices(sender.fileno(), host, port, headers, 12, memoryview(value), chunk, first, step)
+    sent = impl.send_slices(sender.fileno(), host, port, headers, 12, (memoryview(value), chunk, first, step))
     check(impl, sender, receiver, expected, sent)
 
 
@@ -144,11 +144,13 @@ def test_chunks_beyond_the_value_are_refused(
     step: int,
 ) -> None:
     with pytest.raises(ValueError):
-        impl.send_slices(sender.fileno(), "127.0.0.1", 9, bytes(headers), width, bytes(value_bytes), chunk, first, step)
+        impl.send_slices(
+            sender.fileno(), "127.0.0.1", 9, bytes(headers), width, (bytes(value_bytes), chunk, first, step)
+        )
     with pytest.raises(ValueError):
-        impl.send_slices(sender.fileno(), "no", 9, bytes(12), 12, bytes(20), 10, 0, 1)
+        impl.send_slices(sender.fileno(), "no", 9, bytes(12), 12, (bytes(20), 10, 0, 1))
     with pytest.raises(OverflowError):
-        impl.send_slices(sender.fileno(), "127.0.0.1", 65_536, bytes(12), 12, bytes(20), 10, 0, 1)
+        impl.send_slices(sender.fileno(), "127.0.0.1", 65_536, bytes(12), 12, (bytes(20), 10, 0, 1))
 
 
 @pytest.mark.brief(every=5)
@@ -223,7 +225,7 @@ def test_the_other_family_is_an_error_of_the_network(impl: ModuleType, sender: s
     other = "127.0.0.1" if ":" in loopback else "::1"
     for call in (
         lambda: impl.send_batch(sender.fileno(), other, 9, b"abc", 3, None),
-        lambda: impl.send_slices(sender.fileno(), other, 9, bytes(12), 12, bytes(20), 10, 0, 1),
+        lambda: impl.send_slices(sender.fileno(), other, 9, bytes(12), 12, (bytes(20), 10, 0, 1)),
         lambda: impl.send_each(sender.fileno(), [(b"x", other, 9)], 0),
     ):
         with pytest.raises(OSError):

@@ -34,7 +34,7 @@ def test_all_implementations_agree_with_numpy(
         KEY, range(len(chunks)), crcs, chunk_bytes, len(value), value_crc, servers, strategy, moves
     ).tobytes()
     for module in IMPLEMENTATIONS:
-        refs, crc = module.value_refs(memoryview(value), KEY, chunk_bytes, servers, strategy, *moves)
+        refs, crc = module.value_refs(memoryview(value), KEY, chunk_bytes, servers, strategy, moves)
         assert (bytes(refs), crc) == (expected, value_crc)
 
 
@@ -46,4 +46,4 @@ def test_what_a_reference_has_no_room_for_is_refused(
 ) -> None:
     how = {"key": KEY, "chunk_bytes": 10, "servers": 3, **wrong}
     with pytest.raises(ValueError, match="no room"):
-        module.value_refs(b"value", how["key"], how["chunk_bytes"], how["servers"], strategy, 0, 0)
+        module.value_refs(b"value", how["key"], how["chunk_bytes"], how["servers"], strategy, (0, 0))

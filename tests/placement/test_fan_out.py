@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.placement.fan_out import FanOut
+from skymemory.placement.fan_out import FanOut, round_trips_of
 from skymemory.placement.layout import STRATEGIES, Strategy
 from skymemory.placement.locate import Placement
 
@@ -26,7 +26,7 @@ def hops_s(satellite: SatelliteId) -> float:
 
 
 def fan_out(most: int = 10, chunk_s: float = 40e-6, memory_bytes: int = 0, replicas: int = 1) -> FanOut:
-    return FanOut.of(placement, most, (0, 0), hops_s, chunk_s, memory_bytes, replicas)
+    return FanOut(round_trips_of(placement, most, (0, 0), hops_s, replicas), chunk_s, memory_bytes, replicas)
 
 
 def test_a_small_value_is_on_the_nearest_satellite_alone_and_a_large_one_on_many() -> None:
@@ -61,9 +61,7 @@ def test_copies_of_a_chunk_are_on_as_many_planes_as_in_the_largest_box(strategy:
             len({its.locate(server, replica=replica).plane for replica in range(replicas)}) for server in range(servers)
         )
 
-    found = FanOut.of(
-        lambda servers: placement(servers, strategy), 10, (0, 0), hops_s, 40e-6, replicas=replicas
-    ).round_trips_s
+    found = round_trips_of(lambda servers: placement(servers, strategy), 10, (0, 0), hops_s, replicas)
     assert max(found) == 10
     for servers in found:
         its = placement(servers, strategy)

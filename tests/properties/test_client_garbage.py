@@ -21,6 +21,7 @@ from tests.protocol.datagrams import receive_datagram
 
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.wire import (
     Op,
@@ -31,11 +32,11 @@ def client() -> tuple[ClientMachine, bytearray]:
     """A client that reads VALUE (request 1), writes it (request 2), and asks (3 and 4)."""
     machine = ClientMachine(ClientConfig(ground=7), SKY_MAP, MoveClock())
     out = bytearray(2500)
-    _, info = machine.put(KEY, VALUE, CHUNK_BYTES, 3, 1, 0.0)
+    _, info = machine.put(KEY, VALUE, Striping(CHUNK_BYTES, 3, 1), 0.0)
     machine.cancel(1)
     machine.get(info, memoryview(out), 0.0)
     machine.datagrams_to_send(0.0)
-    machine.put(KEY, VALUE, CHUNK_BYTES, 3, 1, 0.0)
+    machine.put(KEY, VALUE, Striping(CHUNK_BYTES, 3, 1), 0.0)
     machine.datagrams_to_send(0.0)
     machine.ask(Op.HAS, messages.pack_keys([KEY]), HERE, 0.0)
     machine.ask(Op.PING, b"", HERE, 0.0)

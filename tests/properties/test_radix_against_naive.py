@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.index.records import records_of
 
-from skymemory.index.journal import JournalState, RecordOp, encode_record, replay_all
+from skymemory.index.journal import JournalState, Record, RecordOp, encode_record, replay_all
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
 from skymemory.store.sky.shared_index import SharedIndex
@@ -67,17 +67,17 @@ def test_same_as_the_naive_twin(steps: list[tuple[object, ...]]) -> None:
                 new = index.add(hashes, infos, start, parent)
                 assert new == len(set(hashes) - set(naive.infos))
                 naive.infos.update(zip(hashes, infos, strict=True))
-                log += encode_record(RecordOp.ADD, hashes, infos, start=start, parent=parent)
+                log += encode_record(Record(RecordOp.ADD, hashes, infos, start=start, parent=parent))
             case ("remove", int(prompt), int(at)):
                 block_hash = PROMPTS[prompt][at]
                 assert index.remove(block_hash) == (naive.infos.pop(block_hash, None) is not None)
-                log += encode_record(RecordOp.REMOVE, [block_hash])
+                log += encode_record(Record(RecordOp.REMOVE, [block_hash]))
             case ("remove context", int(context)):
                 gone = {one for one, info in naive.infos.items() if info.context == CONTEXTS[context]}
                 assert set(index.remove_context(CONTEXTS[context])) == gone
                 for block_hash in gone:
                     del naive.infos[block_hash]
-                log += encode_record(RecordOp.REMOVE_CONTEXT, context=CONTEXTS[context])
+                log += encode_record(Record(RecordOp.REMOVE_CONTEXT, context=CONTEXTS[context]))
             case ("restore",):
                 index, old = RadixIndex(), index
                 replay_all(b"".join(records_of(old)), index, JournalState())

@@ -14,7 +14,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.layout import Strategy
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import Op
@@ -86,7 +86,7 @@ class World:
         host=None,
     ) -> tuple[int, ValueInfo]:
         machine = (host or self.host).machine
-        return machine.put(key_of(name), value, chunk_bytes, STRATEGY_CODES[strategy], servers, self.now_s)
+        return machine.put(key_of(name), value, Striping(chunk_bytes, STRATEGY_CODES[strategy], servers), self.now_s)
 
     def put(self, name: str, value: bytes, *args, host=None, **kwargs) -> tuple[Finished, ValueInfo]:
         number, info = self.begin_put(name, value, *args, host=host, **kwargs)

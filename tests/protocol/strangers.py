@@ -13,7 +13,7 @@ from skymemory.keys import first_ring
 from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, MAC_BYTES, Authority
 from skymemory.protocol.client.machine import ClientConfig
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import (
@@ -150,7 +150,7 @@ class Sky:
     def put(self) -> tuple[ValueInfo, bytes] | None:
         """A new value, if it is acknowledged."""
         key, value, infos = self._dice.randbytes(32), self._dice.randbytes(40_000), list[ValueInfo]()
-        done = self.client.write(key, value, 2000, 3, 10, self.replicas, meanwhile=infos.append)
+        done = self.client.write(key, value, Striping(2000, 3, 10, self.replicas), meanwhile=infos.append)
         return (infos[0], value) if done.ok else None
 
     def reads(self, written: tuple[ValueInfo, bytes]) -> bool:

@@ -110,14 +110,14 @@ def test_another_way_may_take_as_long_as_any_way_has():
 def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
     """An overload has passed, and the box comes round to it again: what is lost now is asked for again at once."""
     peers = Peers(1 << 20, 1 << 20, expected_rtt_s=0.008)
-    in_flight = InFlight(peers, None, give_up_s=0.8, ground=7, window_bytes=1 << 20)
+    in_flight = InFlight(peers, None, give_up_s=0.8, ground=7)
     peer = peers.peer(HERE)
     for number in range(20):
         peer.on_answer(1.5, 0.1 * number)
-    operation = Operation(1, None, 2.0, TransferReport())
-    busy = in_flight.begin(operation, HERE, Op.PING, [], b"", 0, (0, 0), 2.0)
+    operation = Operation(1, Op.PING, None, 2.0, TransferReport())
+    busy = in_flight.begin(operation, HERE, [], (0, 0), 2.0)
     assert busy.deadline_s == 2.8
-    rested = in_flight.begin(operation, HERE, Op.PING, [], b"", 0, (0, 0), 20.0)
+    rested = in_flight.begin(operation, HERE, [], (0, 0), 20.0)
     assert rested.deadline_s == pytest.approx(20.066)
 
 

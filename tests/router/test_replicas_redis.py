@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.router.replica_tools import KIND, an_index, chain, until
@@ -18,7 +19,7 @@ from tests.store.real_redis import RedisServer
 from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing, first_ring
-from skymemory.router.replicas import RedisReplicas
+from skymemory.router.replicas import RedisReplicas, StreamSettings
 from skymemory.store.redis import RedisLink, pack
 
 STREAM = f"skymemory:replicas:{KIND}".encode()
@@ -34,9 +35,11 @@ def server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def sharing(index: SharedPrefixIndex, server: RedisServer, **how: object) -> AsyncIterator[RedisReplicas]:
-    how = {"kind": KIND, "interval_s": 0.02, "timeout_s": 0.5} | how
-    replicas = RedisReplicas(index, server.url, **how)  # type: ignore[arg-type]
+async def sharing(
+    index: SharedPrefixIndex, server: RedisServer, kind: str = KIND, keys: KeyRing | None = None, **how: Any
+) -> AsyncIterator[RedisReplicas]:
+    settings = StreamSettings(**{"interval_s": 0.02, "timeout_s": 0.5} | how)
+    replicas = RedisReplicas(index, server.url, kind, keys=keys, settings=settings)
     await replicas.start()
     try:
         yield replicas

@@ -23,7 +23,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
@@ -157,7 +157,10 @@ class LimitedSoak:
             value = random.Random(number).randbytes(self.shape.value_bytes)
             for _ in range(5):
                 begun, info = self._writes.machine.put(
-                    key, value, DEFAULT_CHUNK_BYTES, STRATEGY_CODES["rotation_hop"], self.shape.servers, self.sim.now_s
+                    key,
+                    value,
+                    Striping(DEFAULT_CHUNK_BYTES, STRATEGY_CODES["rotation_hop"], self.shape.servers),
+                    self.sim.now_s,
                 )
                 if self._writes.run([begun])[begun].ok:
                     break

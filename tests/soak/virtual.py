@@ -28,7 +28,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
@@ -215,7 +215,7 @@ class VirtualSoak:
         servers = 10 if full else shape.choice(_SERVERS)
         value = bytes_of(key, number, size)
         begun, info = host.machine.put(
-            key, value, chunk_bytes, strategy, servers, host.now_s(), replicas=self._replicas(servers)
+            key, value, Striping(chunk_bytes, strategy, servers, self._replicas(servers)), host.now_s()
         )
         stored = host.run([begun])[begun].ok
         self._count("put", full, "stored" if stored else "failed")

@@ -23,7 +23,7 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.cache.tiers.store import TieredStore, TierSettings
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
-from skymemory.index.journal import RecordOp, decode_records, encode_record
+from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.value import ValueHeader, block_name, is_sound_block, unpack_header, unpack_value
 from skymemory.native import crc32
@@ -184,7 +184,7 @@ def test_a_record_that_is_not_known_is_passed_over_and_stays(tmp_path: Path, str
     add(index, 1)
     assert index.complete
     with path.open("ab") as file:
-        file.write(strange + encode_record(RecordOp.ADD, [key(2)], [INFO]))
+        file.write(strange + encode_record(Record(RecordOp.ADD, [key(2)], [INFO])))
     assert index.infos([key(1), key(2)]) == [INFO, INFO]  # by a process that had it open
     add(index, 3)
     fresh = SharedIndex(path)
@@ -206,7 +206,7 @@ def test_a_damaged_record_is_still_cut_off(tmp_path: Path) -> None:
 
 
 def test_records_say_what_they_passed_over() -> None:
-    data = framed(1, b"x", 3) + encode_record(RecordOp.CLEAR)
+    data = framed(1, b"x", 3) + encode_record(Record(RecordOp.CLEAR))
     records, taken = decode_records(data)
     assert [record.op for record in records] == [RecordOp.UNKNOWN, RecordOp.CLEAR] and taken == len(data)
 

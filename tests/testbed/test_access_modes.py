@@ -14,6 +14,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost, overhead_argument_rad, slants_m, visible
 from skymemory.errors import InvalidInput
 from skymemory.protocol.client.gateway import ACCESS_MODES
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -160,7 +161,7 @@ def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None
     plan = plan_of("starlink-a", "gateway", time_scale=1000.0, ground=Ground())
     sky = VirtualConstellation(plan)
     host = sky.connect()
-    number, info = host.machine.put(key(1), value(1, 200_000), 6144, 3, 10, 0.0)
+    number, info = host.machine.put(key(1), value(1, 200_000), Striping(6144, 3, 10), 0.0)
     assert host.run([number])[number].ok
     out = bytearray(info.value_bytes)
     number = host.machine.get(info, memoryview(out), sky.simulated.now_s)
@@ -187,7 +188,7 @@ def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used
     plan = plan_of("starlink-a", access, servers=3, strategy="rotation", ground=ground)
     sky = VirtualConstellation(plan)
     host = sky.connect()
-    number, info = host.machine.put(key(1), value(1, 400_000), 6144, 1, 3, 0.0)
+    number, info = host.machine.put(key(1), value(1, 400_000), Striping(6144, 1, 3), 0.0)
     assert host.run([number])[number].ok
     dead = host.machine._gateway.current
     assert dead is not None
@@ -232,7 +233,7 @@ def test_with_nothing_in_sight_nothing_is_sent_until_one_rises(access: str) -> N
         seen = bool(seen_at(clock.sky_s(sky.simulated.now_s)))
         out = bytearray(50_000)
         if info is None:
-            number, written = host.machine.put(key(1), value(1, 50_000), 6144, 3, 10, sky.simulated.now_s)
+            number, written = host.machine.put(key(1), value(1, 50_000), Striping(6144, 3, 10), sky.simulated.now_s)
         else:
             number = host.machine.get(info, memoryview(out), sky.simulated.now_s)
         ended = host.run([number])[number]
@@ -265,7 +266,7 @@ def test_links_behind_the_earth_carry_nothing_and_reads_go_around() -> None:
 
     simulated._arrive = recording  # type: ignore[method-assign]
     host = sky.connect()
-    number, info = host.machine.put(key(1), value(1, 100_000), 6144, 3, 9, 0.0)
+    number, info = host.machine.put(key(1), value(1, 100_000), Striping(6144, 3, 9), 0.0)
     assert host.run([number])[number].ok
     while sky_s(simulated.now_s) < 500.0:
         out = bytearray(100_000)

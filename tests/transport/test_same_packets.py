@@ -17,6 +17,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
 from skymemory.protocol.client.gateway import ACCESS_MODES, Access
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
@@ -100,7 +101,7 @@ def operate(client: Any, plan: ConstellationPlan, settle: Callable[[], None]) ->
     """Writes, a move that operators push, reads where the chunks have gone to, and a deletion."""
     infos = []
     for number, value in enumerate(VALUES):
-        written = client.write(bytes([number + 1]) * 32, value, CHUNK_BYTES, STRATEGY, SERVERS)
+        written = client.write(bytes([number + 1]) * 32, value, Striping(CHUNK_BYTES, STRATEGY, SERVERS))
         assert written.ok and written.info is not None
         infos.append(written.info)
     settle()

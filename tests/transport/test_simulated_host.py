@@ -7,6 +7,7 @@ import pytest
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.messages import unpack_housekeeping
 from skymemory.protocol.wire import Op
@@ -40,7 +41,7 @@ class Sky:
         machine = self.ground.machine
         value = bytes(size)
         number, _ = machine.put(
-            name.to_bytes(32, "big"), value, 6144, STRATEGY_CODES["rotation_hop"], 9, self.sim.now_s
+            name.to_bytes(32, "big"), value, Striping(6144, STRATEGY_CODES["rotation_hop"], 9), self.sim.now_s
         )
         return self.ground.run([number])[number].ok
 
@@ -101,7 +102,7 @@ def test_a_full_buffer_loses_what_comes():
     for host in sky.sim.hosts:
         host.set_share(0.0, sky.sim.now_s)
     machine = sky.ground.machine
-    machine.put(bytes(32), bytes(600_000), 6144, STRATEGY_CODES["rotation_hop"], 9, sky.sim.now_s)
+    machine.put(bytes(32), bytes(600_000), Striping(6144, STRATEGY_CODES["rotation_hop"], 9), sky.sim.now_s)
     sky.sim.settle(sky.sim.now_s + 0.5)
     assert sum(host.lost_bytes for host in sky.sim.hosts) > 300_000
     assert Sky().put(1) and not sum(host.lost_bytes for host in Sky().sim.hosts)

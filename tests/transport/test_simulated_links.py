@@ -12,6 +12,7 @@ from skymemory.constellation.links import DATAGRAM_OVERHEAD_BYTES, LinkQueue, Li
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.protocol.client.machine import Finished
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.wire import Op
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.virtual import VirtualConstellation
@@ -34,7 +35,7 @@ def _value(size: int, seed: int = 1) -> bytes:
 
 
 def _put_get(client: SimulatedClient, value: bytes, servers: int = 10) -> tuple[Finished, Finished]:
-    stored = client.write(bytes([servers]) * 32, value, CHUNK, ROTATION_HOP, servers)
+    stored = client.write(bytes([servers]) * 32, value, Striping(CHUNK, ROTATION_HOP, servers))
     assert stored.ok and stored.info is not None, stored
     out = bytearray(len(value))
     read = client.read(stored.info, memoryview(out))
@@ -70,7 +71,7 @@ def test_large_values_fill_the_slowest_link_and_repeat_nothing(access: str, monk
         return leaves_s(queue, datagram_bytes, now_s, urgent)
 
     monkeypatch.setattr(LinkQueue, "leaves_s", counted)
-    stored = client.write(b"k" * 32, value, CHUNK, ROTATION_HOP, 10)
+    stored = client.write(b"k" * 32, value, Striping(CHUNK, ROTATION_HOP, 10))
     assert stored.ok and stored.info is not None
     set_s = max(busy_s.values())
     busy_s.clear()
@@ -116,7 +117,7 @@ def test_what_came_before_a_satellite_died_is_lost() -> None:
     """Packets of a run come 1 ms apart and are handed over each 10 ms: the satellite dies and is back within them."""
     sky = _sky("ideal", {"up": "50Mbit"})
     client, sim, value = sky.connect(), sky.simulated, _value(20 * CHUNK)
-    number, _ = client.machine.put(b"k" * 32, value, CHUNK, ROTATION_HOP, 1, 0.0)
+    number, _ = client.machine.put(b"k" * 32, value, Striping(CHUNK, ROTATION_HOP, 1), 0.0)
     sim.flush()
     assert sim.queues is not None
     there = next(to for host, to in sim.queues._queues if host == ("ground", 1))
@@ -150,7 +151,9 @@ def test_reads_and_writes_of_several_hosts_share_the_links_between_satellites() 
     values = [_value(700_000, seed) for seed in range(3)]
     numbers = []
     for at, client in enumerate(clients):
-        numbers.append(client.machine.put(bytes([at]) * 32, values[at], CHUNK, ROTATION_HOP, 10, sky.simulated.now_s))
+        numbers.append(
+            client.machine.put(bytes([at]) * 32, values[at], Striping(CHUNK, ROTATION_HOP, 10), sky.simulated.now_s)
+        )
     for client, (number, info), value in zip(clients, numbers, values, strict=True):
         assert client.run([number])[number].ok
         out = bytearray(len(value))

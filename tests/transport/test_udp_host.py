@@ -15,6 +15,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
 from skymemory.protocol.client.gateway import ACCESS_MODES, Access
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
@@ -133,7 +134,7 @@ def test_values_are_the_same_whether_links_are_sockets_or_memory(
 
         def write_and_read() -> None:
             for number, value in enumerate(values):
-                written = client.write(bytes([number]) * 32, value, 6144, STRATEGY_CODES["rotation_hop"], 10)
+                written = client.write(bytes([number]) * 32, value, Striping(6144, STRATEGY_CODES["rotation_hop"], 10))
                 assert written.ok and written.info is not None
                 out = bytearray(len(value))
                 assert client.read(written.info, memoryview(out)).ok and out == value

@@ -148,10 +148,10 @@ def test_journal_records() -> None:
         "clear": (4, b""),
     }
     encoded = {
-        "add": encode_record(RecordOp.ADD, HASHES, [INFO, INFO], start=5, parent=parent),
-        "remove": encode_record(RecordOp.REMOVE, HASHES[1:]),
-        "remove context": encode_record(RecordOp.REMOVE_CONTEXT, context=b"\x11" * 32),
-        "clear": encode_record(RecordOp.CLEAR),
+        "add": encode_record(Record(RecordOp.ADD, HASHES, [INFO, INFO], start=5, parent=parent)),
+        "remove": encode_record(Record(RecordOp.REMOVE, HASHES[1:])),
+        "remove context": encode_record(Record(RecordOp.REMOVE_CONTEXT, context=b"\x11" * 32)),
+        "clear": encode_record(Record(RecordOp.CLEAR)),
     }
     for name, (op, body) in bodies.items():
         front = bytes([0x5B, op]) + le(1, 2) + le(len(body), 4)

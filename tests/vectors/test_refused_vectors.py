@@ -31,6 +31,7 @@ from skymemory.keys import KeyRing, SecretKey
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
@@ -345,7 +346,7 @@ def test_a_client_refuses_it_and_waits_on(vector: dict[str, Any]) -> None:
     config = ClientConfig(7, authority=Authority(SIGNER.ring, signed_answers=True))
     client = ClientMachine(config, World().sky, MoveClock())
     client._in_flight._next_request_id = 0x01020304
-    number, _ = client.put(KEY, VALUE, 16, 3, 1, NOW_S)
+    number, _ = client.put(KEY, VALUE, Striping(16, 3, 1), NOW_S)
     assert len(client.datagrams_to_send(NOW_S)) == 1
     receive_datagram(client, bytes.fromhex(vector["hex"]), NOW_S)
     assert {name: client.counters.get(name) for name in COUNTERS} == expected(vector)[0]

@@ -22,7 +22,7 @@ from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed
 from skymemory.router.engines.events import KvEvents
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import ReplayTimeouts
+from skymemory.router.engines.follower import EventSource, ReplayTimeouts
 from skymemory.router.engines.metrics import EngineMetrics, fetch, fetch_metrics
 
 pytestmark = [
@@ -68,7 +68,7 @@ class Listening:
     async def __aenter__(self) -> Listening:
         self.events = KvEvents(self.index, ReplayTimeouts(probe_s=0.3))
         self.feed: Feed = self.events.follow(
-            "one", SLOT, self.vllm.endpoint, model="small", replay_endpoint=self.vllm.replay_endpoint
+            "one", SLOT, EventSource(self.vllm.endpoint, self.vllm.replay_endpoint), model="small"
         )
         await until(lambda: (self.feed.connected and self.feed.state is not FeedState.WAITING) or not self.feed.errors)
         return self

@@ -255,17 +255,16 @@ class LoaderResult:
 class PhaseClock:
     """Clock that sums seconds by phase."""
 
-    def __init__(self, clock: Callable[[], float], seconds: dict[str, float]) -> None:
-        self._clock = clock
+    def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        started_s = self._clock()
+        started_s = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._clock() - started_s
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +298,6 @@ class BlockCache:
         *,
         readable: Sequence[Codec] = (),
         counters: Counters | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if context.block_tokens != layout.block_tokens:
             raise InvalidInput(
@@ -320,7 +318,6 @@ class BlockCache:
         self._readable = {
             known.codec_id: known for known in (RAW, *readable, codec) if known.lossless or not context.lossless
         }
-        self.clock = clock
         self.compute = ComputeRate()
         self.owner = Owner("this BlockCache")
         self._logged_answering = True
@@ -337,10 +334,10 @@ class BlockCache:
         prompt).
         """
         batches = self._lease(hashes)
-        started_s = self.clock()
+        started_s = time.perf_counter()
         try:
             while batches and not tally.failed:
-                if tally.tiers and computing_s is not None and self.clock() - started_s > computing_s:
+                if tally.tiers and computing_s is not None and time.perf_counter() - started_s > computing_s:
                     tally.failed[Miss.DEADLINE] += 1
                     break
                 self._load_batch(batches[0], sink, tally, phase)
@@ -384,7 +381,7 @@ class BlockCache:
         leaves the blocks out of the counters. Raises ValueTooLarge for a block that can never fit.
         """
         self.owner.check()
-        phase = PhaseClock(self.clock, seconds if seconds is not None else {})
+        phase = PhaseClock(seconds if seconds is not None else {})
         value_bytes = PAYLOAD_AT + self.layout.block_bytes
         batch = max(1, STORE_BATCH_BYTES // value_bytes)
         buffers = [bytearray(value_bytes) for _ in range(min(batch, len(indices)))]
@@ -703,7 +700,7 @@ class Parts:
         first = self.first
         if first.owner.elsewhere:
             first.owner.check()
-        phase = PhaseClock(first.clock, seconds if seconds is not None else {})
+        phase = PhaseClock(seconds if seconds is not None else {})
         count, block = len(tokens), first.layout.block_tokens
         limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)
         with phase("hash"):
@@ -744,9 +741,7 @@ class Parts:
             if span := chain[indices[0] : indices[-1] + 1] if indices else []:
                 tally = LoadTally()
                 with recompute_cost(computing_s):
-                    part.blocks.load_found(
-                        span, _OffsetSink(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
-                    )
+                    part.blocks.load_found(span, _OffsetSink(sink, indices[0]), tally, PhaseClock({}), computing_s)
                 self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
 
     def __deepcopy__(self, memo: object) -> Parts:

@@ -243,7 +243,7 @@ class KVCManager:
         self.close()
 
     def _tokenize(self, prompt: Prompt, template: dict[str, Any], seconds: dict[str, float]) -> Tokens:
-        with PhaseClock(self.blocks.clock, seconds)("tokenize"):
+        with PhaseClock(seconds)("tokenize"):
             return self._before_media(prompt_ids(prompt, self.tokenizer, template))
 
     def _before_media(self, ids: Tokens) -> Tokens:
@@ -285,15 +285,10 @@ class KVCManager:
         model = self._identity
         # States are kept so far apart that they take as much room as the blocks between them.
         blocks_apart = -(-model.states.size_bytes // self.layout.block_bytes) if model.states is not None else 1
-        return SkyCache(
-            self.layout,
-            self._room_tokens(prompt_tokens),
-            self.model.device,
-            self._pool,
-            model.kinds,
-            model.states,
-            max(1, blocks_apart) * self.layout.block_tokens,
-        )
+        room_tokens, device = self._room_tokens(prompt_tokens), self.model.device
+        cache = SkyCache(self.layout, room_tokens, device, self._pool, model.kinds, model.states)
+        cache.stop_every = max(1, blocks_apart) * self.layout.block_tokens
+        return cache
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
         cache = self._empty(len(ids))
@@ -344,7 +339,7 @@ class KVCManager:
                 blocks = len(ids) // self.layout.block_tokens
                 self.last_stored = StoreResult(len(ids), blocks, refused_blocks=blocks)
                 return self.last_stored
-            phase = PhaseClock(self.blocks.clock, seconds)
+            phase = PhaseClock(seconds)
             ids = ids if passed_cache is not None else self._with_answer(ids)
             with phase("hash"):
                 hashes = self.parts.hashes(ids)

@@ -415,9 +415,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         pool: RoomPool,
         kinds: Sequence[LayerKind] = (),
         states: States | None = None,
-        stop_every: int = 0,
     ) -> None:
-        """``kinds``: per layer; empty: full attention. ``stop_every``: tokens between kept states."""
+        """``kinds``: per layer; empty: full attention."""
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         with torch.inference_mode(False):  # writable in any mode
             if device.type == "cpu":
@@ -438,7 +437,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.layers = [kind.layer(rooms) for kind in kinds]
         self._attention: list[GrowingLayer] = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
         self.states = states
-        self.stop_every = stop_every
+        self.stop_every = 0
+        """Tokens between kept states."""
         self.stops: dict[int, bytes] = {}
         """Recurrent states, by the number of tokens before."""
         self._latest_stop = 0

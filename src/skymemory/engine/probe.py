@@ -310,8 +310,10 @@ class _Probe:
         return logits
 
     def _cache(self) -> SkyCache:
-        pool = RoomPool(keep=1)
-        return SkyCache(self._layout, _TOKENS, self._model.device, pool, self._kinds, self._states, self._front)
+        device, pool = self._model.device, RoomPool(keep=1)
+        cache = SkyCache(self._layout, _TOKENS, device, pool, self._kinds, self._states)
+        cache.stop_every = self._front
+        return cache
 
 
 class _PretendedLayer(DynamicLayer):  # type: ignore[misc]

@@ -63,39 +63,30 @@ class Record:
     """
 
     op: RecordOp
-    hashes: tuple[bytes, ...] = ()
-    infos: tuple[BlockInfo, ...] = ()
+    hashes: Sequence[bytes] = ()
+    infos: Sequence[BlockInfo] = ()
     start: int = 0
     parent: bytes | None = None
     context: bytes = b""
     probed: tuple[int, int] = (0, 0)
 
 
-def encode_record(
-    op: RecordOp,
-    hashes: Sequence[bytes] = (),
-    infos: Sequence[BlockInfo] = (),
-    *,
-    start: int = 0,
-    parent: bytes | None = None,
-    context: bytes = b"",
-    probed: tuple[int, int] = (0, 0),
-) -> bytes:
+def encode_record(record: Record) -> bytes:
     """Return the bytes to append: about 68 per block added, 32 per block removed."""
     # Use the oldest version that suffices: an earlier release can then read as much as possible.
     version = JOURNAL_VERSION
-    if op is RecordOp.ADD:
-        body, version = _add_body(hashes, infos, start, parent)
-    elif op is RecordOp.REMOVE:
-        check_chain(hashes, 0, None)
-        body = b"".join(hashes)
-    elif op is RecordOp.REMOVE_CONTEXT:
-        body = context
-    elif op is RecordOp.PROBED:
-        body = _PROBED.pack(*(min(count, 0xFFFFFFFF) for count in probed))
+    if record.op is RecordOp.ADD:
+        body, version = _add_body(record.hashes, record.infos, record.start, record.parent)
+    elif record.op is RecordOp.REMOVE:
+        check_chain(record.hashes, 0, None)
+        body = b"".join(record.hashes)
+    elif record.op is RecordOp.REMOVE_CONTEXT:
+        body = record.context
+    elif record.op is RecordOp.PROBED:
+        body = _PROBED.pack(*(min(count, 0xFFFFFFFF) for count in record.probed))
     else:
         body = b""
-    return _framed(op, version, body)
+    return _framed(record.op, version, body)
 
 
 def _framed(op: RecordOp, version: int, body: bytes) -> bytes:

@@ -15,8 +15,8 @@ import numpy as np
 from skymemory.native.twin import backend
 from skymemory.native.twin.nh import PAYLOAD_KEY_BYTES
 from skymemory.native.twin.relay import BY_PLANE_LINK, BY_SLOT_LINK, Link, Passed, Slot, Transit
-from skymemory.native.twin.runs import AnswerTerms, Guard, Landing, Run, Served, Tally
-from skymemory.native.twin.segments import Rows
+from skymemory.native.twin.runs import AnswerTerms, Guard, PlainRequests, Run, Served, Tally
+from skymemory.native.twin.segments import Landing, Rows
 from skymemory.native.twin.sockets import SLOT_BYTES, Ack, Arrival
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skymemory.native.twin.backend import *  # noqa: F403
 
 __all__ = ["NATIVE", "SLOT_BYTES", "Ack", "AnswerTerms", "Arrival", "Guard", "Landing", "Rows", "Run"]
-__all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Served", "Slot", "Tally", "Transit"]
+__all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "PlainRequests", "Served", "Slot", "Tally", "Transit"]
 __all__ += ["PAYLOAD_KEY_BYTES", "chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 

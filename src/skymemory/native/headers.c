@@ -162,7 +162,7 @@ PyObject *sky_py_value_refs(PyObject *self, PyObject *args)
     Py_buffer value, key;
     Py_ssize_t chunk, servers, strategy;
     int moves[2];
-    if (!PyArg_ParseTuple(args, "y*y*nnnii:value_refs", &value, &key, &chunk, &servers, &strategy, &moves[0], &moves[1]))
+    if (!PyArg_ParseTuple(args, "y*y*nnn(ii):value_refs", &value, &key, &chunk, &servers, &strategy, &moves[0], &moves[1]))
         return NULL;
     PyObject *refs = NULL;
     uint32_t value_crc = 0;

@@ -27,9 +27,7 @@ typedef struct {
 /* The awaited values, by request; that of the last run is cached. */
 typedef struct {
     PyObject *awaited, *landing;
-    Py_buffer key, arrived, crcs;
-    Destination out;
-    Value value;
+    Landing opened;
     Tally *tallies;
     Py_ssize_t count, room;
     int complete; /* one of the values is */
@@ -38,19 +36,13 @@ typedef struct {
 static void close_landing(Landings *to)
 {
     if (to->landing) {
-        PyBuffer_Release(&to->key);
-        sky_close_destination(&to->out);
-        PyBuffer_Release(&to->arrived);
-        PyBuffer_Release(&to->crcs);
+        sky_close_landing(&to->opened);
         Py_CLEAR(to->landing);
     }
 }
 
 static int open_landing(Landings *to, PyObject *landing)
 {
-    Py_ssize_t chunks, chunk_bytes, value_bytes;
-    unsigned long value_crc;
-    PyObject *out;
     if (landing == to->landing)
         return 1;
     close_landing(to);
@@ -58,20 +50,10 @@ static int open_landing(Landings *to, PyObject *landing)
         PyErr_SetString(PyExc_TypeError, "awaited: expected a tuple for every request");
         return 0;
     }
-    if (!PyArg_ParseTuple(landing, "y*nnnkOw*w*:landing", &to->key, &chunks, &chunk_bytes, &value_bytes, &value_crc, &out,
-                          &to->arrived, &to->crcs))
+    if (!sky_open_landing(&to->opened, landing))
         return 0;
-    if (!sky_open_destination(&to->out, out)) {
-        PyBuffer_Release(&to->key);
-        PyBuffer_Release(&to->arrived);
-        PyBuffer_Release(&to->crcs);
-        return 0;
-    }
     to->landing = Py_NewRef(landing);
-    if (sky_value_fits(&to->value, &to->key, chunks, chunk_bytes, value_bytes, value_crc, &to->out, &to->arrived, &to->crcs))
-        return 1;
-    close_landing(to);
-    return 0;
+    return 1;
 }
 
 static Tally *tally_of(Landings *to, uint32_t request)
@@ -115,7 +97,7 @@ static int land(Landings *to, const uint8_t *data, size_t size, Py_ssize_t segme
     Tally *tally = tally_of(to, request);
     if (!tally)
         return -1;
-    Value *value = &to->value;
+    Value *value = &to->opened.value;
     value->placed = value->duplicates = value->corrupt = value->foreign = 0;
     Py_BEGIN_ALLOW_THREADS
     sky_place_all(value, data, size, segment, (Py_ssize_t)((size - 1) / segment + 1));

@@ -85,6 +85,13 @@ typedef struct {
     Py_ssize_t placed, duplicates, corrupt, foreign;
 } Value;
 
+/* Where a value lands: the twin's tuple, opened. */
+typedef struct {
+    Py_buffer key, arrived, crcs;
+    Destination out;
+    Value value;
+} Landing;
+
 /* headers.c: CRC of packet[0:end] without the CRC field, with the forwarders' four bytes as zero. */
 uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end);
 /* The reason code of a packet's headers; *ref is the offset of its chunk reference, 0 if it carries no payload. MACs are not
@@ -96,12 +103,9 @@ int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref);
 
 /* segments.c: -1 and an exception for segments of no length. */
 Py_ssize_t sky_count_segments(const Py_buffer *data, Py_ssize_t segment);
-/* Acquire the buffers of a destination; 0 with an exception, and none of them. */
-int sky_open_destination(Destination *to, PyObject *out);
-void sky_close_destination(Destination *to);
-/* Whether the buffers can hold the value whose geometry is given; with an exception if not. */
-int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
-                   unsigned long value_crc, const Destination *out, const Py_buffer *arrived, const Py_buffer *crcs);
+/* Acquire the buffers of a landing, if they can hold its value; 0 with an exception, and none of them. */
+int sky_open_landing(Landing *to, PyObject *landing);
+void sky_close_landing(Landing *to);
 
 /* runs.c: the fields of a request's first packet with chunks that all of them share. */
 enum { RUN_START_BYTES = COMMAND_BYTES + SKY_BYTES + REF_BYTES };

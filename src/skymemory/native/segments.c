@@ -105,7 +105,7 @@ void sky_place_all(Value *value, const uint8_t *data, size_t size, size_t segmen
     }
 }
 
-int sky_open_destination(Destination *to, PyObject *out)
+static int open_destination(Destination *to, PyObject *out)
 {
     *to = (Destination){0};
     if (!PyTuple_Check(out))
@@ -114,7 +114,7 @@ int sky_open_destination(Destination *to, PyObject *out)
                             &to->stride);
 }
 
-void sky_close_destination(Destination *to)
+static void close_destination(Destination *to)
 {
     PyBuffer_Release(&to->head);
     PyBuffer_Release(&to->room);
@@ -130,9 +130,11 @@ static int rows_fit(const Destination *out, Py_ssize_t value_bytes)
     return last / out->stride >= out->count - 1 && rest % out->row_bytes == 0 && rest / out->row_bytes == out->count;
 }
 
-int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
-                   unsigned long value_crc, const Destination *out, const Py_buffer *arrived, const Py_buffer *crcs)
+/* Whether the buffers can hold the value whose geometry is given; with an exception if not. */
+static int value_fits(Landing *to, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes, unsigned long value_crc)
 {
+    const Py_buffer *key = &to->key, *arrived = &to->arrived, *crcs = &to->crcs;
+    const Destination *out = &to->out;
     Py_ssize_t expected = 0;
     if (chunk_bytes >= 1 && value_bytes >= 0) {
         expected = value_bytes / chunk_bytes + (value_bytes % chunk_bytes != 0);
@@ -149,7 +151,7 @@ int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssi
         return 0;
     }
     uint64_t whole = value_bytes ? (uint64_t)value_bytes : 1; /* one buffer: one row */
-    *value = (Value){
+    to->value = (Value){
         .key = key->buf,
         .chunks = (uint64_t)chunks,
         .chunk_bytes = (uint64_t)chunk_bytes,
@@ -166,35 +168,55 @@ int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssi
     return 1;
 }
 
+int sky_open_landing(Landing *to, PyObject *landing)
+{
+    Py_ssize_t chunks, chunk_bytes, value_bytes;
+    unsigned long value_crc;
+    PyObject *out;
+    if (!PyArg_ParseTuple(landing, "y*nnnkOw*w*:landing", &to->key, &chunks, &chunk_bytes, &value_bytes, &value_crc, &out,
+                          &to->arrived, &to->crcs))
+        return 0;
+    if (open_destination(&to->out, out)) {
+        if (value_fits(to, chunks, chunk_bytes, value_bytes, value_crc))
+            return 1;
+        close_destination(&to->out);
+    }
+    PyBuffer_Release(&to->key);
+    PyBuffer_Release(&to->arrived);
+    PyBuffer_Release(&to->crcs);
+    return 0;
+}
+
+void sky_close_landing(Landing *to)
+{
+    PyBuffer_Release(&to->key);
+    close_destination(&to->out);
+    PyBuffer_Release(&to->arrived);
+    PyBuffer_Release(&to->crcs);
+}
+
 PyObject *sky_py_place_segments(PyObject *self, PyObject *args)
 {
-    Py_buffer data, key, arrived, crcs;
-    Py_ssize_t segment, chunks, chunk_bytes, value_bytes, count;
-    unsigned long value_crc;
-    PyObject *its_out, *result = NULL;
-    if (!PyArg_ParseTuple(args, "y*ny*nnnkOw*w*:place_segments", &data, &segment, &key, &chunks, &chunk_bytes,
-                          &value_bytes, &value_crc, &its_out, &arrived, &crcs))
+    Py_buffer data;
+    Py_ssize_t segment, count;
+    PyObject *landing, *result = NULL;
+    Landing to;
+    if (!PyArg_ParseTuple(args, "y*nO!:place_segments", &data, &segment, &PyTuple_Type, &landing))
         return NULL;
-    Value value;
-    Destination out;
-    if (!sky_open_destination(&out, its_out))
-        goto done;
-    if (sky_value_fits(&value, &key, chunks, chunk_bytes, value_bytes, value_crc, &out, &arrived, &crcs) &&
-        (count = sky_count_segments(&data, segment)) >= 0) {
-        if (data.len < SKY_RELEASE_BYTES) {
-            sky_place_all(&value, data.buf, (size_t)data.len, (size_t)segment, count);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            sky_place_all(&value, data.buf, (size_t)data.len, (size_t)segment, count);
-            Py_END_ALLOW_THREADS
+    if (sky_open_landing(&to, landing)) {
+        Value *value = &to.value;
+        if ((count = sky_count_segments(&data, segment)) >= 0) {
+            if (data.len < SKY_RELEASE_BYTES) {
+                sky_place_all(value, data.buf, (size_t)data.len, (size_t)segment, count);
+            } else {
+                Py_BEGIN_ALLOW_THREADS
+                sky_place_all(value, data.buf, (size_t)data.len, (size_t)segment, count);
+                Py_END_ALLOW_THREADS
+            }
+            result = Py_BuildValue("nnnn", value->placed, value->duplicates, value->corrupt, value->foreign);
         }
-        result = Py_BuildValue("nnnn", value.placed, value.duplicates, value.corrupt, value.foreign);
+        sky_close_landing(&to);
     }
-    sky_close_destination(&out);
-done:
     PyBuffer_Release(&data);
-    PyBuffer_Release(&key);
-    PyBuffer_Release(&arrived);
-    PyBuffer_Release(&crcs);
     return result;
 }

@@ -168,9 +168,13 @@ static int handle(Service *service, int at, int plain, PyObject *host, PyObject 
     return PyErr_Occurred() ? -1 : messages;
 }
 
-/* Arguments from ``addresses`` on, common to both calls; 0 with an exception. */
-static int read_terms(Service *service, PyObject *guard, PyObject *transit, const Py_buffer *addresses)
+/* The plain requests and the transit, common to both calls; 0 with an exception. */
+static int read_terms(Service *service, PyObject *requests, PyObject *transit, Py_buffer *addresses)
 {
+    PyObject *guard;
+    if (!PyArg_ParseTuple(requests, "y*O!O!n(iiIIII)O:requests", addresses, &PyDict_Type, &service->shares, &PySet_Type,
+                          &service->settled, &service->room_bytes, SKY_TERMS(&service->terms), &guard))
+        return 0;
     if (addresses->len != ADDRESSES_BYTES) {
         PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses->len, (int)ADDRESSES_BYTES);
         return 0;
@@ -216,16 +220,15 @@ static PyObject *serve_all(Service *service, PyObject *arrivals, PyObject *sourc
 
 PyObject *sky_py_serve(PyObject *self, PyObject *args)
 {
-    Py_buffer scratch, addresses;
+    Py_buffer scratch, addresses = {0};
     Py_ssize_t slots;
-    PyObject *guard = Py_None, *transit = Py_None, *list = NULL, *arrivals = NULL, *result = NULL;
+    PyObject *requests, *transit = Py_None, *list = NULL, *arrivals = NULL, *result = NULL;
     Service service = {0};
     Inbox inbox = {0};
-    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|OO:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
-                          &service.neighbours, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
-                          &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
+    if (!PyArg_ParseTuple(args, "iw*nO!O!|O:serve", &service.fd, &scratch, &slots, &PyDict_Type, &service.neighbours,
+                          &PyTuple_Type, &requests, &transit))
         return NULL;
-    if (read_terms(&service, guard, transit, &addresses) && sky_receive(service.fd, &scratch, slots, &inbox) == 0 &&
+    if (read_terms(&service, requests, transit, &addresses) && sky_receive(service.fd, &scratch, slots, &inbox) == 0 &&
         (list = sky_arrivals(&inbox)) != NULL && (arrivals = PyList_AsTuple(list)) != NULL) {
         service.scratch = scratch.buf;
         service.messages = sky_realloc(NULL, (size_t)inbox.count, sizeof *service.messages);
@@ -246,14 +249,13 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
 
 PyObject *sky_py_serve_runs(PyObject *self, PyObject *args)
 {
-    Py_buffer scratch, addresses;
-    PyObject *runs, *source, *guard = Py_None, *transit = Py_None, *result = NULL;
+    Py_buffer scratch, addresses = {0};
+    PyObject *runs, *source, *requests, *transit = Py_None, *result = NULL;
     Service service = {0};
-    if (!PyArg_ParseTuple(args, "iw*O!O!y*O!O!n(iiIIII)|OO:serve_runs", &service.fd, &scratch, &PyList_Type, &runs,
-                          &PyTuple_Type, &source, &addresses, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
-                          &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
+    if (!PyArg_ParseTuple(args, "iw*O!O!O!|O:serve_runs", &service.fd, &scratch, &PyList_Type, &runs, &PyTuple_Type, &source,
+                          &PyTuple_Type, &requests, &transit))
         return NULL;
-    int right = read_terms(&service, guard, transit, &addresses);
+    int right = read_terms(&service, requests, transit, &addresses);
     PyObject *kept = right ? PyList_AsTuple(runs) : NULL; /* the guard, and numbers, may run code that changes the list */
     Py_ssize_t count = kept ? PyTuple_Size(kept) : 0;
     service.scratch = scratch.buf;

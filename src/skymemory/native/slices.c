@@ -34,7 +34,7 @@ PyObject *sky_py_send_slices(PyObject *self, PyObject *args)
     Py_ssize_t width, chunk_bytes, first, step;
     PyObject *result = NULL;
     Endpoint to;
-    if (!PyArg_ParseTuple(args, "isiy*ny*nnn:send_slices", &fd, &host, &port, &headers, &width, &value, &chunk_bytes,
+    if (!PyArg_ParseTuple(args, "isiy*n(y*nnn):send_slices", &fd, &host, &port, &headers, &width, &value, &chunk_bytes,
                           &first, &step))
         return NULL;
     if (!sky_parse_endpoint(host, port, &to))

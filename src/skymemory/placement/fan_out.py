@@ -31,6 +31,31 @@ _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
 """Shares of a satellite's memory, of which it leases at most a quarter."""
 
 
+def round_trips_of(
+    placement: Callable[[int], Placement],
+    most: int,
+    moves: Moves,
+    round_trip_s: Callable[[SatelliteId], float],
+    replicas: int = 1,
+) -> dict[int, float]:
+    """Return the round trips by number of servers, of full boxes of at most ``most`` servers and of ``most`` itself.
+
+    A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, other satellites must
+    still know that all copies of a chunk are gone.
+    """
+    planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
+
+    def has_room(box: Box) -> bool:
+        return box.width * box.height >= replicas and box.height >= planes
+
+    chosen: dict[int, float] = {}
+    for servers in range(1, most + 1):
+        box = placement(servers).box
+        if servers == most or (servers == box.width * box.height and has_room(box)):
+            chosen[servers] = max(map(round_trip_s, placement(servers).box_satellites(moves)))
+    return chosen
+
+
 @dataclass(frozen=True)
 class FanOut:
     """Choice of the number of servers.
@@ -44,34 +69,6 @@ class FanOut:
     memory_bytes: int = 0
     replicas: int = 1
     _ranked: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def of(
-        cls,
-        placement: Callable[[int], Placement],
-        most: int,
-        moves: Moves,
-        round_trip_s: Callable[[SatelliteId], float],
-        chunk_s: float,
-        memory_bytes: int = 0,
-        replicas: int = 1,
-    ) -> FanOut:
-        """Choose among full boxes of at most ``most`` servers, and ``most`` itself.
-
-        A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, other satellites
-        must still know that all copies of a chunk are gone.
-        """
-        planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
-
-        def has_room(box: Box) -> bool:
-            return box.width * box.height >= replicas and box.height >= planes
-
-        chosen: dict[int, float] = {}
-        for servers in range(1, most + 1):
-            box = placement(servers).box
-            if servers == most or (servers == box.width * box.height and has_room(box)):
-                chosen[servers] = max(map(round_trip_s, placement(servers).box_satellites(moves)))
-        return cls(chosen, chunk_s, memory_bytes, replicas)
 
     def seconds(self, servers: int, chunks: int) -> float:
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S

@@ -23,10 +23,7 @@ from skymemory.errors import InvalidInput, missing_extra
 from skymemory.keys import MAX_KEY_ID, KeyRing
 from skymemory.pacing import Backoff
 
-INTERVAL_S = 0.1
 MAX_PAUSE_S = 5.0
-ENTRIES = 20_000
-TTL_S = 3600.0
 _ENTRY_BYTES = 64 << 10
 _READ_ENTRIES = 64
 _BATCH = 16
@@ -34,6 +31,16 @@ _BATCH = 16
 _PURPOSE = b"skymemory router replicas, Redis"
 _MAC_BYTES = 16
 _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """Settings of the stream in Redis, which keeps the latest ``entries``, for ``ttl_s`` after the last."""
+
+    interval_s: float = 0.1
+    timeout_s: float = 1.0
+    entries: int = 20_000
+    ttl_s: float = 3600.0
 
 
 @dataclass(slots=True)
@@ -67,10 +74,7 @@ class RedisReplicas:
         kind: str,
         *,
         keys: KeyRing | None = None,
-        interval_s: float = INTERVAL_S,
-        timeout_s: float = 1.0,
-        entries: int = ENTRIES,
-        ttl_s: float = TTL_S,
+        settings: StreamSettings = StreamSettings(),
     ) -> None:
         try:
             redis: Any = importlib.import_module("redis.asyncio")
@@ -81,8 +85,8 @@ class RedisReplicas:
             self._redis = redis.Redis.from_url(
                 url,
                 decode_responses=False,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
+                socket_timeout=settings.timeout_s,
+                socket_connect_timeout=settings.timeout_s,
                 # redis-py's own retries, with pauses of up to ten seconds, would hide that the server is down.
                 retry=retry.Retry(backoff.NoBackoff(), 0),
             )
@@ -98,8 +102,7 @@ class RedisReplicas:
         self._life_key = self._stream + b":life"
         self._life: bytes | None = None
         self._me = os.urandom(16)
-        self._interval_s, self._timeout_s = interval_s, timeout_s
-        self._entries, self._ttl_s = entries, ttl_s
+        self._settings = settings
         self._next = 0
         self._last = b"0-0"
         self.status = ReplicaStatus()
@@ -118,19 +121,19 @@ class RedisReplicas:
                 await self._task
             if not self.status.degraded:
                 with suppress(*self._failures):
-                    async with asyncio.timeout(self._timeout_s):
+                    async with asyncio.timeout(self._settings.timeout_s):
                         await self._send()
         with suppress(*self._failures):
             await self._redis.aclose()
 
     async def _run(self) -> None:
-        pauses = Backoff(2 * self._interval_s, MAX_PAUSE_S)
+        pauses = Backoff(2 * self._settings.interval_s, MAX_PAUSE_S)
         while not self._closing:
             try:
                 await self._check_stream()
                 await self._send()
                 await self._receive()
-                self.status.degraded, pause_s, pauses.failures = "", self._interval_s, 0
+                self.status.degraded, pause_s, pauses.failures = "", self._settings.interval_s, 0
             except self._failures as error:
                 since = time.strftime("%H:%M:%SZ", time.gmtime())
                 if not self.status.degraded or self.status.degraded == "not connected yet":
@@ -167,8 +170,8 @@ class RedisReplicas:
                     fields[b"key"] = str(key.key_id).encode()
                     fields[b"mac"] = _mac(key.derive(_PURPOSE), self._stream, self._me, payload)
                 async with self._redis.pipeline(transaction=False) as pipe:
-                    pipe.xadd(self._stream, fields, maxlen=self._entries, approximate=True)
-                    pipe.expire(self._stream, max(1, round(self._ttl_s)))
+                    pipe.xadd(self._stream, fields, maxlen=self._settings.entries, approximate=True)
+                    pipe.expire(self._stream, max(1, round(self._settings.ttl_s)))
                     await pipe.execute()
                 self._next += count
                 self.status.sent += count

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from skymemory.constellation.orbit import Shell
@@ -13,7 +14,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost, plane_move_period_s, slot_move_period_s
 from skymemory.errors import ConstellationError, InvalidInput, cannot_listen
 from skymemory.keys import KeyRing
-from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut
+from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut, round_trips_of
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.gateway import Access, access_named
@@ -145,15 +146,8 @@ def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None =
     chunk_s = plan.chunk_bytes / BEAM_BYTES_PER_S * plan.delay_scale if beams else 0.0
     if plan.links is not None and plan.links.down_bit_s is not None and beams:
         chunk_s = plan.chunk_bytes / plan.links.bytes_per_s("down")
-    return FanOut.of(
-        lambda servers: sky.placement(code, servers),
-        plan.servers,
-        moves,
-        round_trip_s,
-        chunk_s,
-        plan.memory_per_satellite_bytes,
-        plan.replicas,
-    )
+    round_trips_s = round_trips_of(partial(sky.placement, code), plan.servers, moves, round_trip_s, plan.replicas)
+    return FanOut(round_trips_s, chunk_s, plan.memory_per_satellite_bytes, plan.replicas)
 
 
 BIND_SETTING = "SKYMEMORY_BIND"

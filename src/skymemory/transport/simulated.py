@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from operator import attrgetter
 from threading import RLock
@@ -27,7 +27,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.native import Rows
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
@@ -65,52 +65,38 @@ class _Arrival(NamedTuple):
     segment_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class _Train:
     """Packets of a batch on a link with a rate: ``size`` bytes each, the last maybe fewer.
 
     ``due_s`` are arrivals: ``LOST``, or infinite before departure.
     """
 
-    __slots__ = (
-        "count",
-        "data",
-        "delay_s",
-        "due_s",
-        "ends",
-        "first",
-        "left",
-        "machine",
-        "onward",
-        "orders",
-        "queue",
-        "receiver",
-        "scheduled",
-        "sender",
-        "size",
-        "urgent",
-    )
+    data: bytearray
+    size: int
+    sender: Node
+    receiver: Node
+    queue: LinkQueue
+    delay_s: float
+    urgent: bool
+    count: int = field(init=False)
+    due_s: list[float] = field(init=False)
+    ends: bool = field(init=False)
+    orders: list[int] = field(init=False)
+    onward: _Train | None = None
+    machine: object = None
+    """Machine that forwarded them; it may be replaced since."""
+    first: int = -1
+    """First packet arrived but not delivered."""
+    left: int = -1
+    scheduled: bool = False
 
-    def __init__(
-        self, data: bytearray, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
-    ) -> None:
-        self.data = data
-        self.size = size
-        self.count = -(-len(data) // size)
-        self.sender = sender
-        self.receiver = receiver
-        self.queue = queue
-        self.delay_s = delay_s
-        self.urgent = urgent
+    def __post_init__(self) -> None:
+        self.count = -(-len(self.data) // self.size)
         self.due_s = [math.inf] * self.count
-        self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, data)
-        self.onward: _Train | None = None
-        self.machine: object = None
-        """Machine that forwarded them; it may be replaced since."""
-        self.first = -1
-        """First packet arrived but not delivered."""
-        self.orders: list[int] = [0] * self.count if self.ends else []
-        self.left = -1
-        self.scheduled = False
+        receiver = self.receiver
+        self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, self.data)
+        self.orders = [0] * self.count if self.ends else []
 
 
 class SimulatedConstellation:
@@ -593,7 +579,7 @@ class SimulatedConstellation:
             return True, []
         routes = machine.routes(now_s)
         transit = None if routes is None else (*routes, _NO_SOCKETS)
-        unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, *requests, transit)
+        unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, requests, transit)
         outgoing: list[tuple[SegmentBatch, Node]] = []
         if forwarded:
             machine.record_passed(forwarded, now_s)
@@ -703,15 +689,11 @@ class SimulatedClient:
         self,
         key: bytes,
         value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        replicas: int = 1,
+        striping: Striping,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         with self.lock:
-            how = chunk_bytes, strategy, servers, self.now_s()
-            number, info = self.machine.put(key, value, *how, replicas=replicas)
+            number, info = self.machine.put(key, value, striping, self.now_s())
             meanwhile(info)
         return self.run([number])[number]
 

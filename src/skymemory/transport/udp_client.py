@@ -23,7 +23,7 @@ from skymemory.errors import SkyMemoryError
 from skymemory.forks import OwnLock
 from skymemory.native import Landing, Rows, Run, Tally
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import Buffer, SegmentBatch
 from skymemory.reasons import Miss
@@ -197,20 +197,17 @@ class UdpClient:
         self,
         key: bytes,
         value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        replicas: int = 1,
+        striping: Striping,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         """Do a ``put``; ``meanwhile`` runs while a small value's packets are under way."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
-            how = key, value, chunk_bytes, strategy, servers, self.now_s()
-            plain_write = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
+            how = key, value, striping, self.now_s()
+            plain_write = machine.plain_put(*how) if striping.replicas == 1 and self._is_idle() else None
             if plain_write is None:
-                number, info = machine.put(*how, replicas=replicas)
+                number, info = machine.put(*how)
                 meanwhile(info)
             else:
                 endpoint = self._satellites[plain_write.satellite]

@@ -31,7 +31,6 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import Ledger
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
@@ -278,7 +277,9 @@ class UdpHost:
         self._carried(satellite, served, forwarded, now_s)
         return arrivals, served, forwarded
 
-    def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
+    def _terms(
+        self, satellite: UdpSatellite, now_s: float
+    ) -> tuple[native.PlainRequests, native.Transit | None] | None:
         requests = satellite.machine.plain_requests(now_s)
         if requests is None:
             return None

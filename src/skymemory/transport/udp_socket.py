@@ -19,7 +19,6 @@ import numpy as np
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO
-from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.wire import Buffer, SegmentBatch, Slices
 from skymemory.units import format_size
 
@@ -150,13 +149,13 @@ class BatchSocket:
             return [], []
 
     def serve(
-        self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
+        self, neighbours: Mapping[Endpoint, native.Link], requests: native.PlainRequests, transit: native.Transit | None
     ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
         """Receive, and serve plain requests and packets in transit: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
             arrivals, served, errors, forwarded = native.serve(
-                self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:], transit
+                self._socket.fileno(), view, self._slots, neighbours, requests, transit
             )
         except OSError:
             if self._socket.fileno() < 0:
@@ -168,12 +167,16 @@ class BatchSocket:
         return runs, served, forwarded
 
     def serve_runs(
-        self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
+        self,
+        runs: list[native.Slot],
+        source: SatelliteId,
+        requests: native.PlainRequests,
+        transit: native.Transit | None,
     ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
         """Serve runs from another socket of this thread."""
         view = _scratch(self._slots)
         unserved, served, errors, forwarded = native.serve_runs(
-            self._socket.fileno(), view, runs, source, *requests, transit
+            self._socket.fileno(), view, runs, source, requests, transit
         )
         self.send_errors += errors
         return unserved, served, forwarded
@@ -192,10 +195,8 @@ class BatchSocket:
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
         try:
             if isinstance(payloads, Slices):
-                value, chunk_bytes, which = payloads.value, payloads.chunk_bytes, payloads.indices
-                sent = native.send_slices(
-                    self.fileno(), host, port, headers, width, value, chunk_bytes, which.start, which.step
-                )
+                slices = payloads.value, payloads.chunk_bytes, payloads.indices.start, payloads.indices.step
+                sent = native.send_slices(self.fileno(), host, port, headers, width, slices)
             else:
                 sent = native.send_batch(self.fileno(), host, port, headers, width, payloads)
         except OSError:

@@ -13,16 +13,17 @@ from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
+from skymemory.conductor.scheduling.kvcache_centric import LoadSources
 from skymemory.conductor.scheduling.named import NAMES, SCHEDULERS, build, prefill_scorer
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
 from skymemory.errors import InvalidInput
 
 
-def made(name: str, decode: bool = True, **options: Any) -> Scheduler:
+def made(name: str, decode: bool = True, decode_s: float | None = None, **options: Any) -> Scheduler:
     return build(
         name,
         prefill=fleet_of(3),
-        decode=fleet_of(2) if decode else None,
+        decoding=LeastTbt(LLAMA_70B_8xA800, fleet_of(2), decode_s=decode_s) if decode else None,
         cost=LLAMA_70B_8xA800,
         holdings=KnownHoldings({0: 8, 1: 3}),
         **options,
@@ -79,7 +80,7 @@ def test_how_the_four_choose() -> None:
     """s0 holds 8 of 10 blocks and is busy for long, s1 holds 3; s2 is idle and holds nothing."""
     chosen = {}
     for name in NAMES:
-        scheduler = made(name, media={})
+        scheduler = made(name, sources=LoadSources())
         for server, seed in (("s0", 1), ("s0", 2), ("s1", 3)):
             placed = scheduler.place(a_request(300, seed=seed), 0.0, {server})
             assert isinstance(placed, ScheduledRequest)

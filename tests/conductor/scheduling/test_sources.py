@@ -6,7 +6,7 @@ from tests.conductor.scheduling.worlds import Busy, KnownHoldings, Quadratic, a_
 
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Picker
-from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
+from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings, LoadSources
 from skymemory.conductor.scheduling.prefill import PlannedLinks, PrefixSource, deepest, undominated
 
 NETWORK = Medium("network", 2.0)
@@ -15,7 +15,7 @@ NETWORK = Medium("network", 2.0)
 def on_ways(held: dict[int, int], out_s: dict[int, float], in_s: dict[int, float]) -> KvCacheCentric:
     settings = KvCacheCentricSettings(cake=False)
     return KvCacheCentric(
-        KnownHoldings(held), Quadratic(), 1.0, {"network": NETWORK}, settings=settings, links=Busy(out_s, in_s)
+        KnownHoldings(held), Quadratic(), 1.0, LoadSources(NETWORK, links=Busy(out_s, in_s)), settings
     )
 
 
@@ -93,7 +93,7 @@ def test_speeds_are_learnt_from_prefills_that_waited_for_no_load() -> None:
     """A second per token; loads of 40 s would make 20 tokens look three times as slow."""
     fleet = fleet_of(2)
     settings = KvCacheCentricSettings(cake=False)
-    scorer = KvCacheCentric(KnownHoldings({0: 8}), None, 1.0, {"network": NETWORK}, None, fleet, settings)
+    scorer = KvCacheCentric(KnownHoldings({0: 8}), None, 1.0, LoadSources(NETWORK, fleet=fleet), settings)
     picker = Picker(fleet, scorer)
     now_s = 0.0
     for number in range(8):

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from tests.conductor.scheduling.worlds import BLOCK, Busy, KnownHoldings, Quadratic, Tiers, a_request, centric, fleet_of
 
 from skymemory.conductor.cost_model import Medium, loaded_s
-from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings, best_split, finish_s
+from skymemory.conductor.scheduling.kvcache_centric import (
+    KvCacheCentric,
+    KvCacheCentricSettings,
+    LoadSources,
+    best_split,
+    finish_s,
+)
 
 _SECONDS = st.floats(0.0, 100.0, allow_nan=False)
 
@@ -131,9 +137,7 @@ def test_the_server_that_is_chosen_is_the_best_of_all_splits_of_all(
     held = {slot: blocks for slot, (blocks, *_) in enumerate(rows)}
     ways = Busy({slot: row[2] for slot, row in enumerate(rows)}, {slot: row[3] for slot, row in enumerate(rows)})
     chosen = KvCacheCentricSettings(layers=layers, split_gain=0.0, delay_weight=0.0)
-    scorer = KvCacheCentric(
-        KnownHoldings(held), cost, 1.0, {"network": network}, Tiers(far), settings=chosen, links=ways
-    )
+    scorer = KvCacheCentric(KnownHoldings(held), cost, 1.0, LoadSources(network, Tiers(far), links=ways), chosen)
     for slot, (_, wait_s, *_) in enumerate(rows):
         scorer._queues.add(slot, wait_s, 0.0)
     request = a_request(12, extra_tokens=3)

@@ -11,7 +11,7 @@ from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
+from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings, LoadSources
 
 BLOCK = 10
 """Tokens of a block."""
@@ -95,7 +95,6 @@ def centric(
     **settings: object,
 ) -> KvCacheCentric:
     """A token's KV is one byte."""
-    media = {} if network is None else {"network": network}
     tiers = Tiers(list(far)) if far else None
     made = KvCacheCentricSettings(**settings)  # type: ignore[arg-type]
-    return KvCacheCentric(KnownHoldings(held), cost or Quadratic(), 1.0, media, tiers, fleet, made)
+    return KvCacheCentric(KnownHoldings(held), cost or Quadratic(), 1.0, LoadSources(network, tiers, fleet), made)

@@ -11,6 +11,7 @@ from tests.protocol.datagrams import receive_datagram
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, Status, build_packet
@@ -29,7 +30,7 @@ class Conversation:
         self.machine = ClientMachine(
             ClientConfig(GROUND, expected_rtt_s=0.008), SkyMap(Torus(5, 19), SatelliteId(2, 9)), MoveClock()
         )
-        writing, info = self.machine.put(KEY, bytes(range(7)), 1, 3, 2, NOW_S)
+        writing, info = self.machine.put(KEY, bytes(range(7)), Striping(1, 3, 2), NOW_S)
         if what != "write":
             self.machine.cancel(writing)
         if what == "read":
@@ -124,7 +125,7 @@ def test_a_read_says_unreachable_if_one_of_its_satellites_is_known_to_be() -> No
     machine = ClientMachine(
         ClientConfig(GROUND, expected_rtt_s=0.008), SkyMap(Torus(5, 19), SatelliteId(2, 9)), MoveClock(pushed=(3, 0))
     )
-    writing, info = machine.put(KEY, bytes(range(7)), 1, 3, 2, NOW_S, (0, 0))
+    writing, info = machine.put(KEY, bytes(range(7)), Striping(1, 3, 2), NOW_S, (0, 0))
     machine.cancel(writing)
     machine.get(info, memoryview(bytearray(7)), NOW_S)
     machine.datagrams_to_send(NOW_S)

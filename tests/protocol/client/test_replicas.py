@@ -11,7 +11,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES
 from skymemory.placement.locate import Placement
-from skymemory.protocol.client.transfer import ReplicatedRead, ReplicatedWrite, ValueInfo, WriteTransfer
+from skymemory.protocol.client.transfer import ReplicatedRead, ReplicatedWrite, Striping, ValueInfo, WriteTransfer
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.wire import Op
 from skymemory.reasons import Miss
@@ -43,7 +43,10 @@ class Host:
     def put(self, name: str, value: bytes):
         sky = self.sky
         number, info = sky.host.machine.put(
-            key_of(name), value, self.chunk_bytes, STRATEGY_CODES["rotation_hop"], 10, sky.now_s, replicas=self.replicas
+            key_of(name),
+            value,
+            Striping(self.chunk_bytes, STRATEGY_CODES["rotation_hop"], 10, self.replicas),
+            sky.now_s,
         )
         return sky.host.run([number])[number], info
 
@@ -60,7 +63,7 @@ def copy_at(replica: int):
 
 def test_a_write_can_do_without_a_copy_of_a_chunk_and_not_without_both():
     value, copies = bytes(7), [copy_at(0), copy_at(1)]
-    one = WriteTransfer.of(key_of("v"), value, 1, 3, 3, (0, 0), copies[0])
+    one = WriteTransfer.of(key_of("v"), value, Striping(1, 3, 3), (0, 0), copies[0])
     write = ReplicatedWrite.of_copies(one, copies, (0, 0))
     assert write.waive([0, 3, 6]) and write.missing == 11
     assert write.acknowledge([8]) == 1 and write.waive([1]) and not write.waive([7])

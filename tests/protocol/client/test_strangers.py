@@ -10,6 +10,7 @@ from tests.protocol.strangers import HauntedConstellation, Sky, Stranger, author
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import pack_dead, pack_keys
 from skymemory.protocol.wire import GROUND_SHELL, TELEMETRY_BYTES, Address, Op, SkyHeader, build_packet, single
@@ -120,7 +121,7 @@ class Conversation:
         self.sim = HauntedConstellation(SKY, 64 << 20, None, lambda one, other: 0.004, authority=by, offload=False)
         self.machine: ClientMachine = self.sim.connect(ClientConfig(7, expected_rtt_s=0.008, authority=by)).machine
         key, value = bytes(32), bytes(range(250)) * 400
-        number, info = self.machine.put(key, value, 2000, 3, 1, 0.0)
+        number, info = self.machine.put(key, value, Striping(2000, 3, 1), 0.0)
         self.heard: list[bytes] = []
         if not writes:
             self._run_until(lambda: self.machine.next_event() is not None)

@@ -7,6 +7,7 @@ import os
 from tests.store.conftest import simulated
 
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES
 
 
@@ -16,7 +17,7 @@ def test_a_small_read_does_not_wait_behind_large_ones() -> None:
     infos = []
     for number, size_bytes in enumerate((400_000, 400_000, 400_000, 5_000)):
         value, key = os.urandom(size_bytes), bytes([number]) * 32
-        infos.append(host.write(key, value, 6144, STRATEGY_CODES["rotation_hop"], 10).info)
+        infos.append(host.write(key, value, Striping(6144, STRATEGY_CODES["rotation_hop"], 10)).info)
     machine = host.machine
     numbers = [
         machine.get(info, memoryview(bytearray(info.value_bytes)), sky.now_s) for info in infos if info is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.transfer import Burst, WaitingBursts, WriteTransfer
+from skymemory.protocol.client.transfer import Burst, Striping, WaitingBursts, WriteTransfer
 from skymemory.protocol.congestion import Window
 from skymemory.protocol.wire import ChunkRef, Slices
 
@@ -18,7 +18,7 @@ KEY = bytes(range(32))
 
 def write_of(value: bytes, chunk_bytes: int, servers: int) -> WriteTransfer:
     satellites = tuple(SatelliteId(3, slot) for slot in range(servers))
-    return WriteTransfer.of(KEY, value, chunk_bytes, 1, servers, (4, -1), lambda moves: satellites)
+    return WriteTransfer.of(KEY, value, Striping(chunk_bytes, 1, servers), (4, -1), lambda moves: satellites)
 
 
 @given(st.binary(max_size=300), st.integers(1, 40), st.integers(1, 12))

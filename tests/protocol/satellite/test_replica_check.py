@@ -12,7 +12,7 @@ from tests.protocol.satellite.test_replica_conflicts import copies
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol import messages
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import WRITING_S
 from skymemory.protocol.satellite.checks import (
@@ -37,7 +37,7 @@ def policy(*names: str, replicas: int = 2, sweep_s: float = 1e6) -> EvictionConf
 
 def put(sky: World, name: str, value: bytes, chunk_bytes: int = 1000, replicas: int = 2) -> ValueInfo:
     number, info = sky.host.machine.put(
-        key_of(name), value, chunk_bytes, STRATEGY_CODES["rotation_hop"], SERVERS, sky.now_s, replicas=replicas
+        key_of(name), value, Striping(chunk_bytes, STRATEGY_CODES["rotation_hop"], SERVERS, replicas), sky.now_s
     )
     assert sky.host.run([number])[number].ok
     return info

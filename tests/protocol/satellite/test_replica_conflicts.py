@@ -9,7 +9,7 @@ from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement.locate import Moves
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.satellite.handover import ChunkHandover
 from skymemory.protocol.satellite.memory import as_copy
@@ -22,7 +22,7 @@ COPIES, SERVERS = 3, 10
 
 def put(sky: World, value: bytes) -> ValueInfo:
     number, info = sky.host.machine.put(
-        key_of("v"), value, 50, STRATEGY_CODES["rotation_hop"], SERVERS, sky.now_s, replicas=COPIES
+        key_of("v"), value, Striping(50, STRATEGY_CODES["rotation_hop"], SERVERS, COPIES), sky.now_s
     )
     assert sky.host.run([number])[number].ok
     return info

@@ -8,7 +8,7 @@ import pytest
 from tests.protocol.conftest import World, key_of
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.transfer import ValueInfo, WriteKeepalive, WriteTransfer
+from skymemory.protocol.client.transfer import Striping, ValueInfo, WriteKeepalive, WriteTransfer
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Retain, pack_retain
 from skymemory.protocol.satellite.state import EvictionConfig
@@ -87,7 +87,8 @@ def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothin
     places = [SatelliteId(0, 1), SatelliteId(0, 2)]
     words = WriteKeepalive()
     writes = [
-        WriteTransfer.of(key_of(name), value_of(3000), 1000, 3, 2, (0, 0), lambda moves: tuple(places)) for name in "ab"
+        WriteTransfer.of(key_of(name), value_of(3000), Striping(1000, 3, 2), (0, 0), lambda moves: tuple(places))
+        for name in "ab"
     ]
     words.on_write_begin(1, writes[0], 10.0)
     assert words.next_s == 10.5

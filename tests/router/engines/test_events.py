@@ -27,7 +27,7 @@ from skymemory.conductor.request import seed as prefix_seed
 from skymemory.errors import InvalidInput
 from skymemory.router.engines.events import KvEvents
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import ReplayTimeouts
+from skymemory.router.engines.follower import EventSource, ReplayTimeouts
 from skymemory.router.engines.wire import MAX_MESSAGE_BYTES
 
 SLOT = 3
@@ -139,7 +139,7 @@ async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
 
 async def heard(events: KvEvents, publisher: Publisher, replay: bool, topic: str = "") -> Feed:
     again = publisher.replay_endpoint if replay else ""
-    feed = events.follow("a", SLOT, publisher.endpoint, model="small", replay_endpoint=again, topic=topic)
+    feed = events.follow("a", SLOT, EventSource(publisher.endpoint, again, topic), model="small")
     await until(lambda: feed.connected)
     publisher.order(hear=1)
     return feed
@@ -187,7 +187,7 @@ def test_others_have_their_turns_while_a_long_message_is_taken_and_a_longer_one_
         events, publisher = KvEvents(held, ReplayTimeouts()), context.socket(zmq.XPUB)
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         try:
-            feed = events.follow("a", SLOT, f"tcp://127.0.0.1:{port}", model="small")
+            feed = events.follow("a", SLOT, EventSource(f"tcp://127.0.0.1:{port}"), model="small")
             await until(lambda: feed.connected and bool(publisher.poll(0)))
             names = [number.to_bytes(8, "big") for number in range(10_000)]
             stored = ["BlockStored", names, None, [1] * len(names) * BLOCK_TOKENS, BLOCK_TOKENS, None]
@@ -324,7 +324,7 @@ def test_an_engine_that_is_not_there_yet_is_waited_for() -> None:
         with a_publisher() as publisher:
             port, replay_port = publisher.port, publisher.replay_port
         ours, again = (f"tcp://127.0.0.1:{each}" for each in (port, replay_port))
-        feed = events.follow("a", SLOT, ours, model="small", replay_endpoint=again)
+        feed = events.follow("a", SLOT, EventSource(ours, again), model="small")
         await asyncio.sleep(0.3)
         assert feed.state is FeedState.WAITING
         with a_publisher(port=port, replay_port=replay_port) as publisher:
@@ -509,6 +509,6 @@ def test_it_goes_as_well_in_the_loop_that_the_router_runs_in() -> None:
 def test_an_endpoint_that_is_none_is_refused() -> None:
     async def scene(events: KvEvents, held: Held) -> None:
         with pytest.raises(InvalidInput, match="is no ZMQ endpoint"):
-            events.follow("a", SLOT, "nonsense", model="small")
+            events.follow("a", SLOT, EventSource("nonsense"), model="small")
 
     run(scene)

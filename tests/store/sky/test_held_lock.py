@@ -23,7 +23,7 @@ import pytest
 from tests.contract.store_contract import StoreContract, Tier
 from tests.store.conftest import cut_off, simulated, store_over
 
-from skymemory.index.journal import RecordOp, encode_record
+from skymemory.index.journal import Record, RecordOp, encode_record
 from skymemory.index.radix import BlockInfo
 from skymemory.store.sky import shared_index
 from skymemory.store.sky.shared_index import SharedIndex, create_journal, inspect_journal
@@ -149,7 +149,7 @@ def test_only_the_first_put_waits(journal: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_torn_tail_under_a_held_lock_is_not_waited_for(journal: Path) -> None:
     index = SharedIndex(journal)
-    record = encode_record(RecordOp.ADD, [key(1)], [INFO])
+    record = encode_record(Record(RecordOp.ADD, [key(1)], [INFO]))
     with held(journal):
         with journal.open("ab") as file:
             file.write(record[:-1])
@@ -322,7 +322,7 @@ def test_what_contradicts_the_journal_is_added_all_the_same(journal: Path) -> No
     with held(journal):
         index.add([key(1), key(2), key(3)], [INFO] * 3, 0, None)
         with journal.open("ab") as file:  # by the holder
-            file.write(encode_record(RecordOp.ADD, [key(3), key(2)], [later] * 2))
+            file.write(encode_record(Record(RecordOp.ADD, [key(3), key(2)], [later] * 2)))
         assert index.infos([key(2), key(3)]) == [later] * 2
     index.add([key(4)], [INFO], 0, None)
     for reader in (index, other, SharedIndex(journal)):
@@ -340,7 +340,7 @@ def test_a_swap_beside_a_held_lock_undoes_nothing_that_its_holder_writes(journal
         assert not index.replace(key(1), INFO.__eq__, raise_slot) and index.locked_out
         assert index.infos([key(1)]) == [INFO]
         with journal.open("ab") as file:  # by the holder
-            file.write(encode_record(RecordOp.ADD, [key(1)], [later]))
+            file.write(encode_record(Record(RecordOp.ADD, [key(1)], [later])))
     assert not index.replace(key(1), INFO.__eq__, raise_slot)
     for reader in (index, SharedIndex(journal)):
         assert reader.infos([key(1)]) == [later] and reader.complete

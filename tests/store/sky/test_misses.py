@@ -12,7 +12,7 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import crc32
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import UNSTATED
 from skymemory.protocol.satellite.state import SatelliteState
@@ -101,7 +101,7 @@ def test_what_was_left_behind_hundreds_of_moves_ago_is_found_there() -> None:
     index = SharedIndex()
     writer = store_over(sky, 1, index)
     driver = writer._driver
-    number, info = driver.machine.put(KEY, VALUE, 6144, 3, 10, sky.now_s, set_moves=(0, 0))
+    number, info = driver.machine.put(KEY, VALUE, Striping(6144, 3, 10), sky.now_s, (0, 0))
     assert driver.run([number])[number].ok
     writer._catalog.add([info], sky.now_s, {})
     placement, now = sky_map.placement(3, 10), sky.clock.moves(sky.now_s)

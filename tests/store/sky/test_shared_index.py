@@ -19,7 +19,7 @@ from tests.contract.forked import in_child
 from tests.store.conftest import simulated, store_over
 
 from skymemory.errors import InvalidInput
-from skymemory.index.journal import RecordOp, encode_record
+from skymemory.index.journal import Record, RecordOp, encode_record
 from skymemory.index.radix import BlockInfo
 from skymemory.kv.block import Place
 from skymemory.native import crc32
@@ -49,7 +49,7 @@ def test_a_journal_longer_than_a_piece_is_replayed_to_its_end(
         writer.remove([key(at)])
     if torn_bytes:
         with path.open("ab") as file:
-            file.write(encode_record(RecordOp.ADD, [key(99)], [INFO])[:torn_bytes])
+            file.write(encode_record(Record(RecordOp.ADD, [key(99)], [INFO]))[:torn_bytes])
     monkeypatch.setattr(shared_index, "_PIECE_BYTES", piece_bytes)
     late = SharedIndex(path)
     assert late.infos([key(at) for at in range(20)]) == [None, INFO] * 10
@@ -108,7 +108,7 @@ def test_a_record_packed_ahead_gives_way_to_what_others_have_entered(tmp_path: P
     later = replace(INFO, value_bytes=11)
     other.add([key(1), key(2), key(3)], [INFO] * 3, 0, None)
     known = index.record_of(key(3), later, None)
-    assert known == encode_record(RecordOp.ADD, [key(3)], [later], start=2, parent=key(2))
+    assert known == encode_record(Record(RecordOp.ADD, [key(3)], [later], start=2, parent=key(2)))
     assert index.add_record(known)
     ahead = index.record_of(key(4), later, None)
     other.add([key(1), key(5), key(4)], [INFO] * 3, 0, None)
@@ -463,12 +463,12 @@ def test_what_is_appended_to_a_replaced_journal_is_taken_over_while_its_replacer
     churn(index, range(700))
     assert not os.fstat(older).st_nlink and os.fstat(older).st_size > size_bytes
     first, second, third = (key(number) for number in (901, 902, 903))
-    record = encode_record(RecordOp.ADD, [first, second], [INFO] * 2)
+    record = encode_record(Record(RecordOp.ADD, [first, second], [INFO] * 2))
     os.write(older, record[:-1])
     assert index.infos([first]) == [None], "it is only being written"
-    os.write(older, record[-1:] + encode_record(RecordOp.REMOVE, [first]))
+    os.write(older, record[-1:] + encode_record(Record(RecordOp.REMOVE, [first])))
     assert index.infos([first, second]) == [None, INFO]
-    os.write(older, encode_record(RecordOp.ADD, [third], [INFO]))
+    os.write(older, encode_record(Record(RecordOp.ADD, [third], [INFO])))
     index.close()
     os.close(older)
     late = SharedIndex(path)
@@ -479,7 +479,7 @@ def test_what_is_appended_to_a_replaced_journal_is_taken_over_while_its_replacer
 def test_a_journal_with_records_of_a_later_release_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "index"
     index = SharedIndex(path, born=True)
-    later = bytearray(encode_record(RecordOp.CLEAR))
+    later = bytearray(encode_record(Record(RecordOp.CLEAR)))
     later[1] = 200
     later[8:12] = crc32(bytes(later[:8]) + bytes(4)).to_bytes(4, "little")
     with path.open("ab") as file:

@@ -66,7 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from skymemory.constellation.presets import preset_named
     from skymemory.constellation.sight import check_mask
-    from skymemory_lab.sim.sky.optimise import RequestMix, at_place, optimise
+    from skymemory_lab.sim.sky.optimise import RequestMix, SearchSpace, at_place, optimise
     from skymemory_lab.sim.sky.physical import LinkRates
     from skymemory_lab.view.drawing import save_csv
 
@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
         rates,
         load,
         mask_deg=settings.mask_deg,
-        accesses=tuple(args.access or ("gateway", "hybrid")),
-        servers=args.servers,
+        space=SearchSpace(tuple(args.access or ("gateway", "hybrid")), servers=args.servers),
         report=_progress,
     )
     _progress("")

@@ -146,10 +146,9 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
     if description.store is not None and description.store.serve:
         service, store = _served_store(description.store.serve, directory, host)
         services.append(service)
-    groups = {name: group for group in description.instances for name in group.names}
-    for name, group in groups.items():
-        services.append(Service(name, "instance", (), "", role=group.role, engine=group.engine, model=group.model))
     addresses = _Addresses(directory / ROUTER_FILE, description)
+    for name, group in addresses.groups.items():
+        services.append(Service(name, "instance", (), "", role=group.role, engine=group.engine, model=group.model))
     if description.router is not None:
         router_host = host_and_port(description.router.listen)[0]
         services.append(router(description.router, str(directory / ROUTER_FILE), iter(free_ports(1, router_host))))
@@ -157,7 +156,7 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
     def make(service: Service, *more: Any) -> Any:
         if service.kind != "instance":
             return Supervised(service, *more)
-        return _OnRay(service, groups[service.name], store, addresses, *more)
+        return _OnRay(service, store, addresses, *more)
 
     return Supervisor(directory, SupervisionPlan(description.name, tuple(services)), make)
 
@@ -209,7 +208,7 @@ def _served_store(store: str, directory: Path, host: str) -> tuple[Service, Shar
 class _Addresses:
     def __init__(self, file: Path, description: ClusterDescription) -> None:
         self._file, self._description = file, description
-        self._roles = {name: group.role for group in description.instances for name in group.names}
+        self.groups = {name: group for group in description.instances for name in group.names}
         self._urls: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -220,8 +219,8 @@ class _Addresses:
             self._urls[name] = url
             if self._description.router is not None:
                 backends = [
-                    (instance_name, self._urls[instance_name], role)
-                    for instance_name, role in self._roles.items()
+                    (instance_name, self._urls[instance_name], group.role)
+                    for instance_name, group in self.groups.items()
                     if instance_name in self._urls
                 ]
                 write_private(self._file, router_settings(self._description, backends))
@@ -233,7 +232,6 @@ class _OnRay:
     def __init__(
         self,
         service: Service,
-        group: Instances,
         store: SharedStore,
         addresses: _Addresses,
         directory: Path,
@@ -242,8 +240,9 @@ class _OnRay:
     ) -> None:
         self.service = service
         self.restarts = False
+        self._group = group = addresses.groups[service.name]
         self.state = ServiceState(service.name, service.kind, group.role, group.engine, group.model, "")
-        self._group, self._store, self._addresses = group, store, addresses
+        self._store, self._addresses = store, addresses
         self._log = log_path(directory, service.name)
         self._changed, self._stopping = on_changed, stopping
         self._keeper = ""

@@ -190,7 +190,7 @@ class Table3:
                     continue
                 with manager as kvc:
                     # The disclosure's example: the first generate computes, add_blocks stores the result.
-                    computed = self._generated(model, ids, kvc, reports, codec, "without the cache", "")
+                    computed = self._generated(ids, kvc, reports, codec, "without the cache", "")
                     with self._run.part(f"{codec}: encoding and storing blocks", f"{codec}: storing"):
                         stored = kvc.add_blocks_ids(ids)
                     self._say(f"{codec}: computed in {format_duration(computed.first_s)}; {stored.describe()}")
@@ -204,7 +204,7 @@ class Table3:
                             block = _first_block(kvc, ids)  # as computed: the first codec is lossless
                     with self._run.part(f"{codec}: the codec's error", f"{codec}: error of the codec"):
                         rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
-                    sky = self._generated(model, ids, kvc, reports, codec, "with the cache", " from the sky")
+                    sky = self._generated(ids, kvc, reports, codec, "with the cache", " from the sky")
                     result = kvc.last
                     with self._run.part(f"{codec}: the logits with the cache", f"{codec}: logits"):
                         logits = _last_logits(model, ids, kvc.get_cache_ids(ids))
@@ -238,14 +238,7 @@ class Table3:
         return rows, rotation
 
     def _generated(
-        self,
-        model: PreTrainedModel,
-        ids: torch.Tensor,
-        kvc: KVCManager,
-        reports: LayerReports,
-        codec: str,
-        way: str,
-        suffix: str,
+        self, ids: torch.Tensor, kvc: KVCManager, reports: LayerReports, codec: str, way: str, suffix: str
     ) -> Generated:
         run, new_tokens = self._run, self._size.new_tokens
         first, later = f"{codec}: first token{suffix}", f"{codec}: other tokens{suffix}"
@@ -253,7 +246,7 @@ class Table3:
         words = f"{codec}: {new_tokens} tokens {way}"
         share = first_s / max(1e-9, first_s + later_s)
         with run.part(words, first, later) as wait, reports.to(wait.on_progress, new_tokens, share):
-            generated = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
+            generated = _generate(kvc.model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
         run.on_part(first, generated.first_s)
         run.on_part(later, generated.seconds - generated.first_s)
         return generated

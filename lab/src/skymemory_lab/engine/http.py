@@ -57,7 +57,6 @@ class OpenAIServer:
         event_sources: Sequence[Mapping[str, object]] = (),
         *,
         fetcher: BlockFetcher | None = None,
-        block_tokens: int = 1,
         wait_s: float = 0.0,
     ) -> None:
         """Create the server.
@@ -66,7 +65,7 @@ class OpenAIServer:
         blocks to be stored.
         """
         self._fetcher = fetcher
-        self._block_tokens = block_tokens
+        self._block_tokens = engine.block_tokens
         self._wait_s = wait_s
         self._reader = reader
         self._engine = engine

@@ -125,8 +125,7 @@ class Engine:
         if self.store is not None and settings.saves:
             self.saver = BlockSaver(self.store, self.caches.store, self.caches.value_bytes, metrics)
         self.thread = EngineThread(
-            ready.model,
-            ready.tokenizer,
+            ready,
             self.caches,
             metrics,
             max_running=settings.max_running,
@@ -152,13 +151,7 @@ class Engine:
             loads=self.fetcher is not None,
         )
         self.application = OpenAIServer(
-            reader,
-            self.thread,
-            metrics,
-            sources,
-            fetcher=self.fetcher,
-            block_tokens=settings.block_tokens,
-            wait_s=settings.wait_s,
+            reader, self.thread, metrics, sources, fetcher=self.fetcher, wait_s=settings.wait_s
         ).application
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.forward import cache_option, forward_options
+from skymemory.engine.models import ReadyModel
 from skymemory.errors import SkyMemoryError
 from skymemory_lab.engine.caches import OpenPrompt, PrefixCaches
 from skymemory_lab.engine.generation import Generation, Sampler, Step, TextStream, TokenLogprob
@@ -59,8 +60,7 @@ class EngineThread:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        ready: ReadyModel,
         caches: PrefixCaches,
         metrics: PublishedMetrics,
         *,
@@ -70,13 +70,13 @@ class EngineThread:
     ) -> None:
         """Start the thread; the caller closes ``saver``."""
         self._saver = saver
-        self._model = model
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer = ready.model, ready.tokenizer
+        self.block_tokens = caches.block_tokens
         self._caches = caches
         self._metrics = metrics
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._eos = _end_tokens(model, tokenizer)
+        self._eos = _end_tokens(ready.model, ready.tokenizer)
         self._change = threading.Condition()
         self._waiting: deque[EngineJob] = deque()
         self._prefilling: _Running | None = None

@@ -84,7 +84,6 @@ def simulate_load(
     others_fill: bool | None = None,
     failing: Collection[int] = (),
     budgets: Mapping[float, int] | None = None,
-    abort_at_s: float | None = None,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
     """Run the loader from second 0 until it is done.
@@ -106,8 +105,6 @@ def simulate_load(
     clock = Clock()
     for at_s, tokens in (budgets or {}).items():
         clock.at(at_s, _budget_change(loader, tokens))
-    if abort_at_s is not None:
-        clock.at(abort_at_s, loader.abort)
     link_free_s = 0.0
     on_link: list[int] = []
     asked_s: dict[int, float] = {}
@@ -324,10 +321,6 @@ def leo_trace(
     duration_s: float,
     *,
     budget: LinkBudget | None = None,
-    sample_s: float = 1.0,
-    mask_deg: float = DEFAULT_MASK_DEG,
-    epoch_unix_s: float = EPOCH_UNIX_S,
-    handover_s: float = HANDOVER_S,
 ) -> LinkTrace:
     """Return the link to the highest satellite, chosen at every multiple of 15 s, with an outage at each handover.
 
@@ -340,7 +333,7 @@ def leo_trace(
     budget = budget or LinkBudget()
     end_s = start_s + duration_s
     choices = range(math.ceil(start_s / REASSIGN_S), math.ceil(end_s / REASSIGN_S))
-    samples = {start_s + sample_s * i for i in range(math.ceil(duration_s / sample_s))}
+    samples = {start_s + i for i in range(math.ceil(duration_s))}
     times = sorted(samples | {REASSIGN_S * k for k in choices})
     since_s: list[float] = []
     rates: list[float] = []
@@ -349,19 +342,19 @@ def leo_trace(
     for now_s in times:
         slot = math.floor(now_s / REASSIGN_S + 1e-9)
         if slot != chosen_in:
-            before, serving = serving, gateway(shell, host, epoch_unix_s, now_s, mask_deg)
-            if chosen_in is not None and serving != before and handover_s:
+            before, serving = serving, gateway(shell, host, EPOCH_UNIX_S, now_s, DEFAULT_MASK_DEG)
+            if chosen_in is not None and serving != before:
                 since_s.append(now_s - start_s)
                 rates.append(0.0)
-                now_s += handover_s
+                now_s += HANDOVER_S
             chosen_in = slot
         rate = 0.0
-        if serving is not None and elevations_deg(shell, host, epoch_unix_s, now_s)[serving] >= mask_deg:
-            rate = budget.bytes_per_s(float(slants_m(shell, host, epoch_unix_s, now_s)[serving]))
+        if serving is not None and elevations_deg(shell, host, EPOCH_UNIX_S, now_s)[serving] >= DEFAULT_MASK_DEG:
+            rate = budget.bytes_per_s(float(slants_m(shell, host, EPOCH_UNIX_S, now_s)[serving]))
         if since_s and now_s - start_s <= since_s[-1]:
             continue  # a sample during the handover
         since_s.append(now_s - start_s)
         rates.append(rate)
-    first = gateway(shell, host, epoch_unix_s, start_s, mask_deg)
-    slant_m = float(slants_m(shell, host, epoch_unix_s, start_s)[first]) if first is not None else 0.0
+    first = gateway(shell, host, EPOCH_UNIX_S, start_s, DEFAULT_MASK_DEG)
+    slant_m = float(slants_m(shell, host, EPOCH_UNIX_S, start_s)[first]) if first is not None else 0.0
     return LinkTrace(tuple(since_s), tuple(rates), 2 * slant_m / SPEED_OF_LIGHT_M_S)

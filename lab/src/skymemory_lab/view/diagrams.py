@@ -180,7 +180,7 @@ def draw_look_up() -> Figure:
 
     stage(3.0, "prompt", f"{len(query.prompt)} characters")
     words = query.prompt[:96].rstrip() + " …"
-    _box(axes, left_edge, 0.5, wide, 6.5, words, ORANGES[5])
+    _box(axes, (left_edge, 0.5), (wide, 6.5), words, ORANGES[5])
     stage(16.0, "blocks", f"{BLOCK_TOKENS} tokens each")
     cells, gap = LOOKED_UP_BLOCKS + 1, 1.5
     size = (wide - gap * (cells - 1)) / cells
@@ -188,12 +188,12 @@ def draw_look_up() -> Figure:
         x = left_edge + block * (size + gap)
         full = block < len(query.hashes)
         first, last = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, len(query.tokens)) - 1
-        _box(axes, x, 13.5, size, 6.5, f"tokens {first}–{last}", ORANGES[4] if full else PAPER)
+        _box(axes, (x, 13.5), (size, 6.5), f"tokens {first}–{last}", ORANGES[4] if full else PAPER)
         if not full:
             axes.text(x + size, 24.0, "not full: computed", ha="right", va="center", fontsize=7)
             continue
         is_known = block < query.found
-        _box(axes, x, 27.0, size, 6.5, query.hashes[block][:4].hex(), "#d8ecdf" if is_known else PAPER)
+        _box(axes, (x, 27.0), (size, 6.5), query.hashes[block][:4].hex(), "#d8ecdf" if is_known else PAPER)
         _arrow(axes, x + size / 2, 20.0, x + size / 2, 27.0)
         if block:
             _arrow(axes, x - gap - 0.2, 30.2, x + 0.2, 30.2)
@@ -204,7 +204,7 @@ def draw_look_up() -> Figure:
         f"longest prefix: {query.found} of {len(query.hashes)} blocks → {info.chunks} chunks of {_CHUNK_BYTES:,} bytes"
         f" on {info.servers} servers, {info.strategy}, set at {info.slot_moves} rotations"
     )
-    _box(axes, left_edge, 39.5, wide, 6.5, text, "#d8ecdf")
+    _box(axes, (left_edge, 39.5), (wide, 6.5), text, "#d8ecdf")
     x = left_edge + (query.found - 1) * (size + gap) + size / 2
     _arrow(axes, x, 33.5, x, 39.5)
     stage(56.0, "chunks", "(satellite, plane)")
@@ -214,15 +214,16 @@ def draw_look_up() -> Figure:
     for server, satellite in enumerate(query.now):
         at = left_edge + server * (small + 0.8)
         words = f"server {server + 1}\n({satellite.slot + 1},{satellite.plane + 1})\n{query.chunks_on(server)} chunks"
-        _box(axes, at, 52.0, small, 13.0, words, ORANGES[3] if server == 0 else ORANGES[5])
+        _box(axes, (at, 52.0), (small, 13.0), words, ORANGES[3] if server == 0 else ORANGES[5])
     figure.suptitle("Figure 11. From a prompt to its chunks: one lookup, with the values that it computes", color=INK)
     return figure
 
 
-def _box(axes: Axes, x: float, y: float, width: float, height: float, words: str, colour: str) -> None:
+def _box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], words: str, colour: str) -> None:
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=INK, linewidth=0.7))
+    (x, y), (width, height) = corner, size
+    axes.add_patch(Rectangle(corner, width, height, facecolor=colour, edgecolor=INK, linewidth=0.7))
     axes.text(x + width / 2, y + height / 2, words, ha="center", va="center", fontsize=7, linespacing=1.35)
 
 

@@ -16,6 +16,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import slot_move_period_s
 from skymemory.placement.locate import Placement
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.wire import COMMAND_BIT, COMMAND_BYTES, TELEMETRY_BYTES, SegmentBatch, SkyHeader
 from skymemory.transport.simulated import Node, SimulatedConstellation
@@ -110,7 +111,7 @@ def record() -> Recording:
     host = sky.connect(ClientConfig(1, "ideal", expected_rtt_s=0.02))
     value = bytes(range(256)) * (SERVERS * CHUNK_BYTES // 256)
     strategy = STRATEGY_CODES["rotation_hop"]
-    written = host.write(hashlib.sha256(b"block").digest(), value, CHUNK_BYTES, strategy, SERVERS)
+    written = host.write(hashlib.sha256(b"block").digest(), value, Striping(CHUNK_BYTES, strategy, SERVERS))
     was_set, sky.sent = tuple(sky.sent), []
     assert written.info is not None
     sky.settle(period_s + _READ_AFTER_S)

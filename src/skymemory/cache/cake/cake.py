@@ -104,7 +104,7 @@ class Cake:
         """
         self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
-        phase = PhaseClock(blocks.clock, seconds if seconds is not None else {})
+        phase = PhaseClock(seconds if seconds is not None else {})
         wanted = min(len(tokens) // block_tokens, -(-min(limit_tokens, len(tokens)) // block_tokens))
         with phase("hash"):
             hashes = self.parts.hashes(tokens)
@@ -311,7 +311,7 @@ class StoredChunks:
         return FetchedParts(self, index, first, fetched)
 
     def _fetch_blocks(self, index: int, blocks: BlockCache, hashes: Sequence[BlockHash]) -> FetchedBlocks | None:
-        ticket, started_s = None, blocks.clock()
+        ticket, started_s = None, time.perf_counter()
         try:
             ticket = blocks.store.prepare_load(hashes)
             values = blocks.store.complete_load(ticket)
@@ -333,7 +333,7 @@ class StoredChunks:
             blocks.delete_sealed(hashes, reports)
             blocks.release(ticket)
             return None
-        self._latencies.record(blocks.clock() - started_s, sum(value.nbytes for value in loaded))
+        self._latencies.record(time.perf_counter() - started_s, sum(value.nbytes for value in loaded))
         retransmitted = report.retransmitted if report is not None else 0
         tiers = tuple(report.tier or blocks.store.name for report in reports) or (blocks.store.name,) * len(hashes)
         return FetchedBlocks(blocks, hashes, loaded, ticket, tiers, retransmitted)

@@ -69,7 +69,7 @@ class LeastTbt(Scorer):
     ) -> None:
         if (kv_tokens is not None and kv_tokens < 1) or (decode_s is not None and not decode_s > 0):
             raise InvalidInput("kv_tokens must be ≥ 1, decode_s > 0")
-        self._cost, self._fleet, self._kv_tokens = cost, fleet, kv_tokens
+        self._cost, self.fleet, self._kv_tokens = cost, fleet, kv_tokens
         self._given_s = decode_s
         self._learnt_s, self._ended = 0.0, 0
         self._parts: dict[int, Parts] = {}
@@ -124,7 +124,7 @@ class LeastTbt(Scorer):
         # since then. As steps depend on contexts in turn, this is a single step of a fixed-point iteration.
         usual_s, sums = self.decode_s, 0.0
         # A draining server gets no new requests and its batch no longer grows, so it is left out.
-        servers = self._fleet.available
+        servers = self.fleet.available
         for server in servers:
             count, tokens, since_s = (0, 0, 0.0) if request is None else (1, request.prompt.tokens, 0.0)
             for booked in self._batches[server.slot].booked if server.slot in self._batches else ():

@@ -21,7 +21,7 @@ If layers are loaded together, ``layers`` is 1. ``finish`` is convex in the spli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -48,7 +48,6 @@ from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, Pr
 from skymemory.errors import InvalidInput
 
 VARIANTS = ("cheaper", "arxiv", "fast25")
-NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +86,22 @@ class _SplitCandidate(NamedTuple):
     rest_s: float
 
 
-class KvCacheCentric(PrefillScheduler):
-    """KVCache-centric prefill scheduler.
+@dataclass(frozen=True, slots=True)
+class LoadSources:
+    """Places from which servers load KV.
 
-    ``kv_token_bytes``: KV of one token in all ``layers``. ``fleet``: further servers to load from. ``links``: waits at
-    the servers' links; None: those caused here.
+    ``network``: between servers. ``far``: tiers of all servers. ``fleet``: further servers to load from. ``links``:
+    waits at the servers' links; None: those that the scheduler's own plans cause.
     """
+
+    network: Medium | None = None
+    far: FarTiers | None = None
+    fleet: Fleet | None = None
+    links: LinkWaits | None = None
+
+
+class KvCacheCentric(PrefillScheduler):
+    """KVCache-centric prefill scheduler. ``kv_token_bytes``: KV of one token in all ``layers``."""
 
     name = "kvcache-centric"
 
@@ -101,21 +110,17 @@ class KvCacheCentric(PrefillScheduler):
         index: PrefixIndex,
         cost: PrefillCost | None,
         kv_token_bytes: float,
-        media: Mapping[str, Medium],
-        far: FarTiers | None = None,
-        fleet: Fleet | None = None,
+        sources: LoadSources,
         settings: KvCacheCentricSettings | None = None,
         layers: int = 1,
-        links: LinkWaits | None = None,
     ) -> None:
         self.settings = settings = settings or KvCacheCentricSettings()
         super().__init__(index, cost, settings.overdue, settings.under_way_blocks)
         self._kv_token_bytes = kv_token_bytes
-        self._network = media.get(NETWORK)
-        self._far, self._fleet = far, fleet
+        self._network, self._far, self._fleet = sources.network, sources.far, sources.fleet
         self._layers = settings.layers or layers
         self._links = PlannedLinks()
-        self._link_waits: LinkWaits = self._links if links is None else links
+        self._link_waits: LinkWaits = self._links if sources.links is None else sources.links
         self._price = DelayPrice(settings.delay_weight)
         self._priced = settings.variant == "cheaper" and settings.delay_weight > 0
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from skymemory.conductor.cost_model import CostModel, Medium, network_of
+from skymemory.conductor.cost_model import CostModel, network_of
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.scheduler import Admission, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
-from skymemory.conductor.scheduling.kvcache_centric import NETWORK, KvCacheCentric, KvCacheCentricSettings
+from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings, LoadSources
 from skymemory.conductor.scheduling.prefill import (
     OVERDUE,
     UNDER_WAY_BLOCKS,
     CacheAware,
-    FarTiers,
     LeastQueue,
-    LinkWaits,
     PrefillScheduler,
     RandomServer,
 )
@@ -54,10 +51,7 @@ def prefill_scorer(
     *,
     cost: CostModel,
     holdings: PrefixIndex,
-    media: Mapping[str, Medium] | None = None,
-    far: FarTiers | None = None,
-    links: LinkWaits | None = None,
-    fleet: Fleet | None = None,
+    sources: LoadSources | None = None,
     prefill_cost: PrefillCost | None = None,
     **options: object,
 ) -> PrefillScheduler:
@@ -65,10 +59,7 @@ def prefill_scorer(
 
     Args:
         holdings: the prefix index.
-        media: bandwidths by name, ``network`` between servers.
-        far: tiers that all servers can load from.
-        links: waits at the servers' links; None: those caused by its own plans.
-        fleet: further servers to load from.
+        sources: None: the network of ``cost``.
         prefill_cost: cost on servers that are not a single machine.
 
     Raises:
@@ -77,33 +68,29 @@ def prefill_scorer(
     settings, estimated = SCHEDULERS.settings(name, options), prefill_cost or cost
     if not isinstance(settings, KvCacheCentricSettings):
         return SCHEDULERS[name].build(holdings, estimated, settings.overdue, settings.under_way_blocks)
-    media = {NETWORK: network_of(cost)} if media is None else media
-    shape = cost.shape
-    return KvCacheCentric(
-        holdings, estimated, shape.kv_bytes_per_token, media, far, fleet, settings, shape.layers, links
-    )
+    sources, shape = sources or LoadSources(network_of(cost)), cost.shape
+    return KvCacheCentric(holdings, estimated, shape.kv_bytes_per_token, sources, settings, shape.layers)
 
 
 def build(
     name: str = DEFAULT,
     *,
     prefill: Fleet,
-    decode: Fleet | None,
+    decoding: LeastTbt | None,
     cost: CostModel,
     admission: Admission | None = None,
-    kv_tokens: int | None = None,
-    decode_s: float | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``.
+    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``. KV is also loaded from servers
+    of ``prefill`` that are not ranked.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.
     """
-    picker = Picker(prefill, prefill_scorer(name, cost=cost, fleet=prefill, **options), seed)
-    if decode is None:
+    sources = replace(options.pop("sources", None) or LoadSources(network_of(cost)), fleet=prefill)
+    picker = Picker(prefill, prefill_scorer(name, cost=cost, sources=sources, **options), seed)
+    if decoding is None:
         return Scheduler(picker, None, admission)
     # Another seed: ties among decode servers must not follow those among prefill servers.
-    decoding = LeastTbt(cost, decode, kv_tokens, decode_s)
-    return Scheduler(picker, Picker(decode, decoding, seed + 1), admission, decoding)
+    return Scheduler(picker, Picker(decoding.fleet, decoding, seed + 1), admission, decoding)

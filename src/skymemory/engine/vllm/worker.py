@@ -391,7 +391,7 @@ class WorkerSide:
     ) -> None:
         blocks = self._parts.parts[piece.part].blocks
         ours = [rank_key(key, self._rank) for key in keys]
-        blocks.load_found(ours, _LoadOffsetSink(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
+        blocks.load_found(ours, _LoadOffsetSink(job, first), tally, PhaseClock({}), computing_s)
 
     def _bytes(self, load: LoadRequest, values: int) -> int:
         size_bytes = 0

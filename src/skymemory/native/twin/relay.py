@@ -19,6 +19,8 @@ Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str,
 """
 Slot = tuple[int, int, int]
 """Run in the scratch buffer: offset, bytes, bytes of each packet."""
+Way = tuple[tuple[str, int] | None, Link | None]
+"""Endpoint and link by which a run came."""
 Passed = tuple[Link, int, Link, int, list[Slot]]
 """Forwarded runs: incoming link, ground host, outgoing link, packets; runs still to be sent."""
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
@@ -80,11 +82,9 @@ def socket_of(link: Link | None) -> tuple[str, int] | None:
 
 def pass_on(
     fd: int,
-    data: memoryview,
-    segment_bytes: int,
+    run: tuple[memoryview, int],
     addresses: bytes,
-    endpoint: tuple[str, int] | None,
-    source: Link | None,
+    way: Way,
     transit: Transit,
     admits: Callable[[], bool] | None,
 ) -> tuple[tuple[Link, int, Link], int, bool] | None:
@@ -93,6 +93,7 @@ def pass_on(
     The run needs the same journey, a known route, and hops left; from the ground (``source`` None) valid commands that
     ``admits`` admits. Return its way, the packets sent, and True if the network refused it: then it is lost.
     """
+    (data, segment_bytes), (endpoint, source) = run, way
     packets = segments(data, segment_bytes)
     if not _has_headers(packets) or not same_journey(data, segment_bytes):
         return None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Slot, Transit, next_hop, pass_on
+from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Slot, Transit, Way, next_hop, pass_on
 from skymemory.native.twin.segments import (
     AUTHENTICATED,
     COMMAND_BYTES,
@@ -29,7 +29,7 @@ from skymemory.native.twin.segments import (
     TELEMETRY_BYTES,
     UNSEGMENTED,
     VERSION,
-    Rows,
+    Landing,
     check_header,
     check_macs,
     header_crc,
@@ -184,10 +184,6 @@ def _value(ref: bytes) -> tuple[bytes, bytes, bytes]:
     return ref[:_NUMBERS_AT], ref[36:40], ref[_COMMON_AT:]
 
 
-Landing = tuple[bytes, int, int, int, int, memoryview | Rows, bytearray, bytearray]
-"""Destination of an awaited value: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs
-(``place_segments``).
-"""
 Tally = tuple[int, int, int, int, int, int, int]
 """Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
 
@@ -255,7 +251,7 @@ def _land(data: Buffer, segment_bytes: int, awaited: dict[int, Landing], tallies
     landing = awaited.get(request)
     if landing is None or any(packet[_ANSWER] != answer for packet in packets):
         return False
-    counts = place_segments(data, segment_bytes, *landing)
+    counts = place_segments(data, segment_bytes, landing)
     _, _, runs, *before = tallies.get(request, (request, echo, 0, 0, 0, 0, 0))
     placed, duplicates, corrupt, foreign = (was + now for was, now in zip(before, counts, strict=True))
     tallies[request] = (request, echo, runs + 1, placed, duplicates, corrupt, foreign)
@@ -279,8 +275,6 @@ Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
 added; the part still to be sent.
 """
 
-_Way = tuple[tuple[str, int] | None, Link | None]
-
 _ADDRESSES_BYTES = 8
 _DESTINATION, _SOURCE = (slice(COMMAND_BYTES + at, COMMAND_BYTES + at + 4) for at in (4, 8))
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
@@ -291,29 +285,24 @@ def serve(
     fd: int,
     scratch: Buffer,
     slots: int,
-    addresses: bytes,
     neighbours: Mapping[tuple[str, int], Link],
-    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
-    settled: Set[bytes],
-    room_bytes: int,
-    terms: AnswerTerms,
-    guard: Guard | None = None,
+    requests: PlainRequests,
     transit: Transit | None = None,
 ) -> tuple[list[Arrival], list[Served], int, list[Passed]]:
     """Receive like ``recv_batch``, but answer the plain requests that come first, and forward runs in transit.
 
-    A plain request is for the first of both ``addresses`` (packed), from the second, our beam, or by a link of
+    A plain request is for the first of both addresses of ``requests``, from the second, our beam, or by a link of
     ``neighbours`` from a ground host to which ``transit`` knows the route: a single GET (``answer_get``), or SETs
-    (``take_sets``). A ``guard`` demands MACs of it and of runs forwarded from the ground.
+    (``take_sets``). A guard demands MACs of it and of runs forwarded from the ground.
 
     Return the other arrivals, the requests served, the number of refused sends, and the runs forwarded.
 
     Raises:
         OSError: the socket's pending error; the next call continues.
     """
-    service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
+    service = _Service(fd, scratch, requests, transit)
     arrivals = recv_batch(fd, scratch, slots)
-    ways: list[_Way] = [((host, port), neighbours.get((host, port))) for _, _, _, host, port in arrivals]
+    ways: list[Way] = [((host, port), neighbours.get((host, port))) for _, _, _, host, port in arrivals]
     kept_runs = service.serve([arrival[:3] for arrival in arrivals], ways)
     return [arrivals[at] for at in kept_runs], service.served, service.send_errors, service.passed_by_way
 
@@ -323,41 +312,27 @@ def serve_runs(
     scratch: Buffer,
     runs: list[Slot],
     source: Link,
-    addresses: bytes,
-    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
-    settled: Set[bytes],
-    room_bytes: int,
-    terms: AnswerTerms,
-    guard: Guard | None = None,
+    requests: PlainRequests,
     transit: Transit | None = None,
 ) -> tuple[list[Slot], list[Served], int, list[Passed]]:
     """Run ``serve`` for runs handed over by a satellite, or (a name that begins with text) a ground host, whose answers
     are returned, not sent. ``runs``: offset in writable ``scratch``, bytes, bytes of a segment.
     """
-    service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
+    service = _Service(fd, scratch, requests, transit)
     runs = list(runs)  # a copy: the guard may change the caller's list
     for at, size, segment_bytes in runs:
         if at < 0 or size < 1 or segment_bytes < 1 or at + size > len(service.view):
             raise ValueError(f"a run of {size} bytes at {at}, in packets of {segment_bytes}")
     service.in_memory = True
-    way: _Way = (source, None) if isinstance(source[0], str) else (None, source)
+    way: Way = (source, None) if isinstance(source[0], str) else (None, source)
     kept_runs = service.serve(runs, [way] * len(runs))
     return [runs[at] for at in kept_runs], service.served, service.send_errors, service.passed_by_way
 
 
 class _Service:
-    def __init__(
-        self,
-        fd: int,
-        scratch: Buffer,
-        addresses: bytes,
-        shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
-        settled: Set[bytes],
-        room_bytes: int,
-        terms: AnswerTerms,
-        guard: Guard | None,
-        transit: Transit | None,
-    ) -> None:
+    def __init__(self, fd: int, scratch: Buffer, requests: PlainRequests, transit: Transit | None) -> None:
+        self._addresses, self._shares, self._settled, self._room_bytes, self._terms, self._guard = requests
+        addresses = self._addresses
         if len(addresses) != _ADDRESSES_BYTES:
             raise ValueError(f"addresses of {len(addresses)} bytes: expected {_ADDRESSES_BYTES}")
         self.view = memoryview(scratch).cast("B")
@@ -367,14 +342,13 @@ class _Service:
         self._passed: dict[tuple[Link, int, Link], tuple[int, list[Slot]]] = {}
         self.send_errors = 0
         self.in_memory = False
-        self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
-        self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
+        self._fd, self._transit = fd, transit
 
     @property
     def passed_by_way(self) -> list[Passed]:
         return [(*way, packets, unsent) for way, (packets, unsent) in self._passed.items()]
 
-    def serve(self, runs: list[Slot], ways: list[_Way]) -> list[int]:
+    def serve(self, runs: list[Slot], ways: list[Way]) -> list[int]:
         kept_runs: list[int] = []
         at = 0
         while at < len(runs):
@@ -392,13 +366,13 @@ class _Service:
             at += messages or 1
         return kept_runs
 
-    def _pass(self, run: Slot, way: _Way) -> int:
+    def _pass(self, run: Slot, way: Way) -> int:
         begin, size, segment_bytes = run
         packet = self.view[begin : begin + size]
         if self._transit is None:
             return 0
         admits = None if self._guard is None else partial(_admitted, [(packet, segment_bytes)], self._guard)
-        outcome = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
+        outcome = pass_on(self._fd, (packet, segment_bytes), self._addresses, way, self._transit, admits)
         if outcome is None:
             return 0
         journey_way, sent, refused = outcome
@@ -410,7 +384,7 @@ class _Service:
         self.send_errors += refused
         return 1
 
-    def _execute(self, same: list[Slot], way: _Way) -> int:
+    def _execute(self, same: list[Slot], way: Way) -> int:
         runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
         packet, segment_bytes = runs[0]
         route = self._way_back(packet, way)
@@ -442,7 +416,7 @@ class _Service:
         self._terms = (*self._terms[:5], self._terms[5] + packets)
         return messages
 
-    def _way_back(self, packet: memoryview, way: _Way) -> tuple[Link, tuple[str, int] | None] | None:
+    def _way_back(self, packet: memoryview, way: Way) -> tuple[Link, tuple[str, int] | None] | None:
         endpoint, source = way
         our_beam = packet[_SOURCE] == self._addresses[4:]
         if source is None:
@@ -494,6 +468,12 @@ Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool
 """Guard of a satellite that requires MACs: keys by id, time in microseconds and tolerance of ``check_macs``; a replay
 check, which gets the first packet's headers, the time of sending and the sequence counts, and records them if new; key
 id that signs ACKs (0: no MACs).
+"""
+PlainRequests = tuple[
+    bytes, MutableMapping[bytes, dict[int, tuple[bytes, bytes]]], Set[bytes], int, AnswerTerms, Guard | None
+]
+"""Requests to serve: both addresses (packed), chunks, placement tags whose chunks may be stored, bytes of free memory,
+terms of answers, MAC guard.
 """
 
 

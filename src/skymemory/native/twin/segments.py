@@ -56,7 +56,7 @@ def header_crc(packet: memoryview, sky: int, end: int) -> int:
 
 
 def value_refs(
-    value: Buffer, key: Buffer, chunk_bytes: int, servers: int, strategy: int, slot_moves: int, plane_moves: int
+    value: Buffer, key: Buffer, chunk_bytes: int, servers: int, strategy: int, moves: tuple[int, int]
 ) -> tuple[bytearray, int]:
     """Return the references of all chunks, and the value's CRC-32. ValueError for a number that does not fit."""
     view = memoryview(value).cast("B")
@@ -72,7 +72,7 @@ def value_refs(
         chunk = view[index * chunk_bytes : (index + 1) * chunk_bytes]
         numbers = index + 1, chunks, len(chunk), zlib.crc32(chunk), len(view), value_crc
         refs += _REF.pack(bytes(key), *numbers)
-        refs += _TAG.pack(servers, index % servers + 1, strategy, slot_moves, plane_moves)
+        refs += _TAG.pack(servers, index % servers + 1, strategy, *moves)
     return refs, value_crc
 
 
@@ -194,18 +194,13 @@ def _places(
         start, payload = start + len(part), payload[len(part) :]
 
 
-def place_segments(
-    data: Buffer,
-    segment_bytes: int,
-    key: bytes,
-    chunks: int,
-    chunk_bytes: int,
-    value_bytes: int,
-    value_crc: int,
-    out: Buffer | Rows,
-    arrived: Buffer,
-    crcs: Buffer,
-) -> tuple[int, int, int, int]:
+Landing = tuple[bytes, int, int, int, int, memoryview | Rows, bytearray, bytearray]
+"""Destination of an awaited value: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs
+(``place_segments``).
+"""
+
+
+def place_segments(data: Buffer, segment_bytes: int, landing: Landing) -> tuple[int, int, int, int]:
     """Copy the payloads of a value's valid DATA segments to their places; return ``(placed, duplicates, corrupt,
     foreign)``.
 
@@ -214,6 +209,7 @@ def place_segments(
     wrong header CRC or chunk number is corrupt; another operation, key, version or geometry is foreign; an arrived
     chunk is a duplicate, unread; a wrong payload CRC is corrupt.
     """
+    key, chunks, chunk_bytes, value_bytes, value_crc, out, arrived, crcs = landing
     targets = [memoryview(buffer).cast("B") for buffer in (out[:2] if isinstance(out, tuple) else (out,))]
     flags, sums = (memoryview(buffer).cast("B") for buffer in (arrived, crcs))
     if flags.readonly or sums.readonly or any(target.readonly for target in targets):

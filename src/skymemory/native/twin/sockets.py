@@ -147,12 +147,12 @@ def send_slices(
     port: int,
     headers: Buffer,
     header_bytes: int,
-    value: Buffer,
-    chunk_bytes: int,
-    first: int,
-    step: int,
+    slices: tuple[Buffer, int, int, int],
 ) -> int:
-    """Run ``send_batch`` with chunks ``first``, ``first + step``, … of ``value`` as payloads."""
+    """Run ``send_batch`` with ``slices`` as payloads: of a value and its chunk size the chunks from a first on, by a
+    step.
+    """
+    value, chunk_bytes, first, step = slices
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:
         raise ValueError(f"{size} bytes of headers of {header_bytes}: expected a whole number of them")

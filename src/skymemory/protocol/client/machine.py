@@ -40,6 +40,7 @@ from skymemory.protocol.client.transfer import (
     ReplicatedRead,
     ReplicatedWrite,
     StandIns,
+    Striping,
     TransferReport,
     ValueInfo,
     WaitingBursts,
@@ -206,13 +207,7 @@ class ClientMachine:
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
-            self._peers,
-            self._gateway,
-            config.give_up_s,
-            config.ground,
-            config.window_bytes,
-            config.authority,
-            first_request_id,
+            self._peers, self._gateway, config.give_up_s, config.ground, config.authority, first_request_id
         )
         self._gate: ClientGate | None = None
         """Gate for answers. With it, only a later answer or DATA with new chunks is a sign of life."""
@@ -290,16 +285,14 @@ class ClientMachine:
         copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
         transfer = ReadTransfer(info, read.landing[5], copies[0], read.moves, info.chunks)
         transfer.on_all_requested(read.landing)
-        number = self._take_over(transfer, Op.GET, read)
+        number = self._take_over(transfer, read)
         self.receive_placed(tallies, now_s)
         return number
 
-    def plain_put(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
-    ) -> PlainWrite | None:
+    def plain_put(self, key: bytes, value: Buffer, striping: Striping, now_s: float) -> PlainWrite | None:
         """Pack ``put`` for a value on a single near satellite, if possible."""
         size_bytes = memoryview(value).nbytes
-        chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
+        chunks, (_, strategy, servers, _) = striping.chunks_of(size_bytes), striping
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
             return None
         moves = self.moves(now_s)
@@ -308,7 +301,7 @@ class ClientMachine:
         if not fits or not self._is_near(satellite, now_s):
             return None
         copies = self._copies(strategy, servers, moves, 1)
-        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
+        transfer = WriteTransfer.of(key, value, striping, moves, copies[0])
         request_id, batch = self._in_flight.pack_set(transfer, satellite, moves, now_s)
         return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
 
@@ -328,7 +321,7 @@ class ClientMachine:
                 return None
             return self._end_plain(transfer.report, transfer.info, write.begun_s, now_s)
         transfer.pending.clear()
-        number = self._take_over(transfer, Op.SET, write)
+        number = self._take_over(transfer, write)
         self._keepalive.on_write_begin(number, transfer, write.begun_s)
         self.receive_runs(runs, now_s)
         return number
@@ -353,32 +346,15 @@ class ClientMachine:
         report.requests, report.seconds = 1, now_s - begun_s
         return Finished(0, True, report, b"", info)
 
-    def _take_over(self, transfer: Transfer, op: Op, plain_transfer: PlainRead | PlainWrite) -> int:
-        operation, info = self._register(transfer, transfer.report, plain_transfer.begun_s), transfer.info
-        request = self._in_flight.begin(
-            operation,
-            plain_transfer.satellite,
-            op,
-            range(info.chunks),
-            b"",
-            info.chunks * (info.chunk_bytes + CHUNK_OVERHEAD_BYTES),
-            plain_transfer.moves,
-            plain_transfer.begun_s,
-            plain_transfer.request_id,
-        )
-        request.sent_s = plain_transfer.begun_s
+    def _take_over(self, transfer: Transfer, plain: PlainRead | PlainWrite) -> int:
+        operation, indices = self._register(transfer, plain.begun_s), range(transfer.info.chunks)
+        satellite, moves, begun_s = plain.satellite, plain.moves, plain.begun_s
+        request = self._in_flight.begin(operation, satellite, indices, moves, begun_s, plain.request_id)
+        request.sent_s = begun_s
         return operation.number
 
     def put(
-        self,
-        key: bytes,
-        value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        now_s: float,
-        set_moves: Moves | None = None,
-        replicas: int = 1,
+        self, key: bytes, value: Buffer, striping: Striping, now_s: float, set_moves: Moves | None = None
     ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the end.
 
@@ -389,12 +365,12 @@ class ClientMachine:
             InvalidInput: a strategy or number of servers that is not available.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
-        if self._peers.suspects and chunk_bytes > 0:
-            chunks = max(1, -(-memoryview(value).nbytes // chunk_bytes))
-            strategy = self._around_suspects(strategy, servers, moves, chunks, replicas)
-        copies = self._copies(strategy, servers, moves, replicas)
-        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
-        if replicas > 1:
+        if self._peers.suspects and (chunks := striping.chunks_of(memoryview(value).nbytes)):
+            _, strategy, servers, replicas = striping
+            striping = striping._replace(strategy=self._around_suspects(strategy, servers, moves, chunks, replicas))
+        copies = self._copies(striping.strategy, striping.servers, moves, striping.replicas)
+        transfer = WriteTransfer.of(key, value, striping, moves, copies[0])
+        if striping.replicas > 1:
             transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
         if self._gateway is not None and self._peers.up_bytes_s < math.inf:
             self._update_gateway(now_s)
@@ -419,7 +395,7 @@ class ClientMachine:
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
         """Begin a question to a satellite; with ``once``, not retransmitted."""
-        operation = self._register(None, TransferReport(satellites=1), now_s)
+        operation = self._register(op, now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._finish(operation, Miss.UNREACHABLE, now_s)
             return operation.number
@@ -429,7 +405,8 @@ class ClientMachine:
         self._update_gateway(now_s)
         if operation.number not in self._operations:
             return operation.number
-        request = self._in_flight.begin(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
+        request = self._in_flight.begin(operation, satellite, [], self.moves(now_s), now_s)
+        request.body = body
         if once:
             request.once, request.deadline_s = True, now_s + self.config.give_up_s
         self._in_flight.transmit([request], now_s)
@@ -462,15 +439,20 @@ class ClientMachine:
         """Return True if nothing is under way except probes."""
         return self._operations.keys() <= self._probes
 
-    def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
-        operation = Operation(self._next_number, transfer, now_s, report)
+    def _register(self, work: Transfer | Op, now_s: float) -> Operation:
+        """Begin a read, a write or a question."""
+        if isinstance(work, Op):
+            operation = Operation(self._next_number, work, None, now_s, TransferReport(satellites=1))
+        else:
+            op = Op.GET if isinstance(work, ReadTransfer) else Op.SET
+            operation = Operation(self._next_number, op, work, now_s, work.report)
         self._next_number += 1
         self.revision += 1
         self._operations[operation.number] = operation
         return operation
 
     def _begin(self, transfer: Transfer, now_s: float) -> int:
-        operation = self._register(transfer, transfer.report, now_s)
+        operation = self._register(transfer, now_s)
         self._enqueue(operation)
         return operation.number
 
@@ -518,8 +500,7 @@ class ClientMachine:
             self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
-        assert self._gateway is not None
-        return self._sky.links_s(self._gateway.beam(burst.satellite), burst.satellite)
+        return self._sky.links_s(self._in_flight.beam(burst.satellite), burst.satellite)
 
     def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
         def copy(replica: int) -> Where:
@@ -622,10 +603,9 @@ class ClientMachine:
             if not window.admits(size_bytes) or (lane is not None and not lane.admits(size_bytes)):
                 break
             transfer.pending.popleft()
-            body = key + steps if steps else b""
-            requests.append(
-                self._in_flight.begin(operation, satellite, Op.GET, indices, body, size_bytes, moves, now_s)
-            )
+            request = self._in_flight.begin(operation, satellite, indices, moves, now_s)
+            request.body = key + steps if steps else b""
+            requests.append(request)
         if requests:
             self._in_flight.transmit(requests, now_s)
 
@@ -649,7 +629,7 @@ class ClientMachine:
                     return
                 pending.drop(len(indices))
                 continue
-            window = peers.outbound(satellite if gateway is None else gateway.beam(satellite))
+            window = peers.outbound(self._in_flight.beam(satellite))
             fits = min(len(indices), (window.size_bytes - window.in_flight_bytes) // size_each)
             # Prefer to wait over sending many small bursts; but with nothing in flight, no answer would open the
             # window.
@@ -664,9 +644,7 @@ class ClientMachine:
                     continue
                 fits = max(1, fits)
             pending.drop(fits)
-            indices = indices[:fits]
-            size_bytes = fits * size_each
-            request = self._in_flight.begin(operation, satellite, Op.SET, indices, b"", size_bytes, moves, now_s)
+            request = self._in_flight.begin(operation, satellite, indices[:fits], moves, now_s)
             self._in_flight.transmit([request], now_s)
             yield
 
@@ -826,7 +804,7 @@ class ClientMachine:
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
             request.peer.declares(known, now_s)
-            request.peer.cannot(request.op, now_s)
+            request.peer.cannot(operation.op, now_s)
             self._failed(request, Miss.UNSUPPORTED, now_s)
         elif header.op is Op.BUSY:
             request.window.lost(now_s, request.peer.round_trip.smoothed_s)
@@ -840,9 +818,9 @@ class ClientMachine:
                 self._stored(request, transfer, selection.indices(), header.credit, now_s)
         elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
             self._missed(request, transfer, header, Selection.unpack(body), now_s)
-        elif transfer is None and header.op is _ANSWERS.get(request.op):
+        elif transfer is None and header.op is _ANSWERS.get(operation.op):
             self._finish(operation, None, now_s, bytes(body))
-        elif transfer is None and request.op is Op.GET and header.op is Op.MISS:
+        elif transfer is None and operation.op is Op.GET and header.op is Op.MISS:
             self._finish(operation, Miss.MISSING, now_s)
         else:
             self.counters.add("packets_unexpected")
@@ -852,8 +830,7 @@ class ClientMachine:
 
         Satellites sign refusals even of a stranger's packets; only the beam, which checks commands, may refuse.
         """
-        beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
-        return status is not Status.REFUSED or speaker == beam
+        return status is not Status.REFUSED or speaker == self._in_flight.beam(request.satellite)
 
     def _receive_old(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         if header.op is Op.ACK and header.status is Status.OK:
@@ -975,7 +952,7 @@ class ClientMachine:
                 self._probe(self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s)
             if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):
                 self._failed(request, failure, now_s)
-            elif request.operation.transfer is None and request.op not in ALWAYS_SENT:
+            elif request.operation.transfer is None and request.operation.op not in ALWAYS_SENT:
                 self._ping_beside_question(satellite, now_s)
         if now_s >= self._keepalive.next_s:
             late, announcements = self._keepalive.take_due(now_s, self._places_of_write)

@@ -22,7 +22,13 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.gateway import Gateway
 from skymemory.protocol.client.liveness import Peer, Peers
-from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, TransferReport, WriteTransfer
+from skymemory.protocol.client.transfer import (
+    CHUNK_OVERHEAD_BYTES,
+    ReadTransfer,
+    ReplicatedRead,
+    TransferReport,
+    WriteTransfer,
+)
 from skymemory.protocol.congestion import Window
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import (
@@ -75,6 +81,7 @@ class Operation:
     """Read, write or (``transfer`` None) question."""
 
     number: int
+    op: Op
     transfer: ReadTransfer | WriteTransfer | None
     started_s: float
     report: TransferReport
@@ -89,10 +96,7 @@ class PacketRequest:
     request_id: int
     operation: Operation
     satellite: SatelliteId
-    op: Op
     indices: Sequence[int]
-    body: bytes
-    """Bytes after the headers; empty for a read not yet packed."""
     begun_s: float
     deadline_s: float
     in_flight_bytes: int
@@ -100,8 +104,10 @@ class PacketRequest:
     window: Window
     """Window that it fills, whatever beam a repetition takes."""
     peer: Peer
-    lane: Window | None = None
+    lane: Window | None
     """Window of the beam that carries its answer down."""
+    body: bytes = b""
+    """Bytes after the headers; empty for a read not yet packed."""
     turn_bytes: int = 0
     """Its link's ``passed_bytes`` from which its answer can arrive."""
     once: bool = False
@@ -127,7 +133,6 @@ class InFlight:
         gateway: Gateway | None,
         give_up_s: float,
         ground: int,
-        window_bytes: int,
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
@@ -138,7 +143,7 @@ class InFlight:
         self._gateway = gateway
         self._give_up_s = give_up_s
         self._ground = ground
-        self._credit = min(window_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
+        self._credit = min(peers.inbound.limit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
         self._alarm_s = math.inf
         """Lower bound of all deadlines: most are postponed."""
@@ -147,48 +152,43 @@ class InFlight:
 
     # --- sending ---
 
-    def window(self, op: Op, satellite: SatelliteId) -> Window:
-        """Return the upward beam's window for a SET, otherwise the receive buffer's."""
-        if op is not Op.SET:
-            return self._peers.inbound
-        return self._peers.outbound(satellite if self._gateway is None else self._gateway.beam(satellite))
+    def beam(self, satellite: SatelliteId) -> SatelliteId:
+        """Return the satellite whose beam carries packets for ``satellite``."""
+        return satellite if self._gateway is None else self._gateway.beam(satellite)
 
     def lane(self, satellite: SatelliteId) -> Window | None:
-        return self._peers.lane(satellite if self._gateway is None else self._gateway.beam(satellite))
+        return self._peers.lane(self.beam(satellite))
 
     def _up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
         if op is Op.SET or self._peers.up_bytes_s == math.inf:
             return 0.0
-        beam = satellite if self._gateway is None else self._gateway.beam(satellite)
-        return self._peers.outbound(beam).in_flight_bytes / self._peers.up_bytes_s
+        return self._peers.outbound(self.beam(satellite)).in_flight_bytes / self._peers.up_bytes_s
 
     def begin(
         self,
         operation: Operation,
         satellite: SatelliteId,
-        op: Op,
         indices: Sequence[int],
-        body: bytes,
-        size_bytes: int,
         moves: Moves,
         now_s: float,
         request_id: int = 0,
     ) -> PacketRequest:
-        window, peer = self.window(op, satellite), self._peers.peer(satellite)
+        op, transfer, peer = operation.op, operation.transfer, self._peers.peer(satellite)
+        # A SET fills the upward beam's window, everything else the receive buffer's.
+        window = self._peers.outbound(self.beam(satellite)) if op is Op.SET else self._peers.inbound
         lane = None if op is Op.SET else self.lane(satellite)
+        size_bytes = 0 if transfer is None else len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES)
         if peer.heard_s + STALE_S < now_s:
             peer.round_trip.forget()
         # At most ``give_up_s``: a peer that answered late may be dead by now.
         timeout_s = min(_timeout_s(peer, lane or window) + self._up_queue_s(op, satellite), self._give_up_s)
-        if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
-            timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
+        if isinstance(transfer, ReplicatedRead) and transfer.hedge:
+            timeout_s = min(timeout_s, max(transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
         request = PacketRequest(
             request_id or self._take_id(),
             operation,
             satellite,
-            op,
             indices,
-            body,
             now_s,
             now_s + timeout_s,
             size_bytes,
@@ -199,8 +199,8 @@ class InFlight:
         )
         self._alarm_s = min(self._alarm_s, request.deadline_s) if self.by_id else request.deadline_s
         self.by_id[request.request_id] = request
-        if isinstance(operation.transfer, ReadTransfer):
-            self.awaited[request.request_id] = operation.transfer.landing
+        if isinstance(transfer, ReadTransfer):
+            self.awaited[request.request_id] = transfer.landing
         operation.requests.add(request.request_id)
         operation.report.requests += 1
         window.sent(size_bytes)
@@ -214,26 +214,26 @@ class InFlight:
             request.sent_s = now_s
             link = request.link
             request.turn_bytes = link.passed_bytes + link.in_flight_bytes - request.in_flight_bytes
-        transfer = requests[0].operation.transfer
-        gateway = self._gateway
+        operation = requests[0].operation
+        transfer = operation.transfer
         if isinstance(transfer, WriteTransfer):
             for request in requests:
-                beam = request.satellite if gateway is None else gateway.beam(request.satellite)
-                ends = request.satellite, beam, request.request_id
-                self._queue(self._pack_set(transfer, request.indices, *ends, request.moves, now_s), beam, now_s)
+                ends = request.satellite, request.request_id
+                batch = self._pack_set(transfer, request.indices, *ends, request.moves, now_s)
+                self._queue(batch, self.beam(request.satellite), now_s)
             return
         # Reads and questions are single packets: one native call builds them from one prefix.
         rows, beams = [], []
         for request in requests:
             if transfer is not None and not request.body:
                 request.body = Selection.of(transfer.info.key, request.indices, transfer.info.servers).pack()
-            beam = request.satellite if gateway is None else gateway.beam(request.satellite)
+            beam = self.beam(request.satellite)
             rows.append(
                 (_wire_address(request.satellite), _GROUND | _wire_address(beam), request.request_id, request.body)
             )
             beams.append(beam)
         first = requests[0]
-        prefix = self._prefix(first.op, first.satellite, beams[0], first.request_id, first.moves, 0, now_s)
+        prefix = self._prefix(operation.op, first.satellite, first.request_id, first.moves, 0, now_s)
         packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
         for packet, beam in zip(packets, beams, strict=True):
             self._queue(single(packet), beam, now_s)
@@ -245,7 +245,7 @@ class InFlight:
     def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
         """Return the id and packet of a GET, to register with ``begin``."""
         request_id = self._take_id()
-        prefix = self._prefix(Op.GET, satellite, satellite, request_id, moves, 0, now_s)
+        prefix = self._prefix(Op.GET, satellite, request_id, moves, 0, now_s)
         address = _wire_address(satellite)
         row = address, _GROUND | address, request_id, body
         (packet,) = native.command_packets(prefix, self._take_sequence(1), [row])
@@ -256,36 +256,28 @@ class InFlight:
     ) -> tuple[int, SegmentBatch]:
         """Return the id and batch of a SET of a whole value, as ``pack_get``."""
         request_id, indices = self._take_id(), range(transfer.info.chunks)
-        return request_id, self._pack_set(transfer, indices, satellite, satellite, request_id, moves, now_s)
+        return request_id, self._pack_set(transfer, indices, satellite, request_id, moves, now_s)
 
     def _pack_set(
         self,
         transfer: WriteTransfer,
         indices: Sequence[int],
         satellite: SatelliteId,
-        beam: SatelliteId,
         request_id: int,
         moves: Moves,
         now_s: float,
     ) -> SegmentBatch:
         refs, payloads = transfer.of_these(indices)
         sequence = self._take_sequence(len(payloads))
-        prefix = self._prefix(Op.SET, satellite, beam, request_id, moves, sequence, now_s)
+        prefix = self._prefix(Op.SET, satellite, request_id, moves, sequence, now_s)
         return prefixed_batch(prefix, refs, payloads, sequence)
 
     def _prefix(
-        self,
-        op: Op,
-        satellite: SatelliteId,
-        beam: SatelliteId,
-        request_id: int,
-        moves: Moves,
-        sequence: int,
-        now_s: float,
+        self, op: Op, satellite: SatelliteId, request_id: int, moves: Moves, sequence: int, now_s: float
     ) -> bytes:
         """Pack without an intermediate ``SkyHeader``: a block needs dozens."""
         outer = command_fields(op, sequence, COMMAND_PREFIX_BYTES + 1)
-        ends = _wire_address(satellite), _GROUND | _wire_address(beam), self._ground, request_id
+        ends = _wire_address(satellite), _GROUND | _wire_address(self.beam(satellite)), self._ground, request_id
         journey = HOP_LIMIT, 0, 0, microseconds(now_s) & 0xFFFFFFFF
         return _COMMAND_PREFIX.pack(*outer, VERSION, op, 0, Status.OK, *ends, *journey, *moves, self._credit, 0, 0)
 
@@ -396,7 +388,7 @@ class InFlight:
         satellite = request.satellite
         ignored = transfer is None and self._ignored(request)
         if ignored and request.heard_beside >= _UNSUPPORTED_TRIES:
-            request.peer.cannot(request.op, now_s)
+            request.peer.cannot(request.operation.op, now_s)
             return Miss.UNSUPPORTED
         # 2. Silence counts from the last answer to anything: a satellite that answers others is busy, not dead.
         silent_until_s = self._peers.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
@@ -404,7 +396,7 @@ class InFlight:
             self._suspect_all(request.operation, now_s)
             self._peers.suspects.add(satellite, now_s)
             return Miss.TIMEOUT
-        if satellite in self._peers.suspects and request.op not in ALWAYS_SENT:
+        if satellite in self._peers.suspects and request.operation.op not in ALWAYS_SENT:
             return Miss.UNREACHABLE  # an earlier request to it has shown it silent meanwhile
         if not ignored and self._still_queued(request, now_s):  # 3. its turn has not come
             return None
@@ -447,7 +439,8 @@ class InFlight:
         """Return True if a satellite that may not know this operation answered packets since its last repetition, sent
         beside a PING.
         """
-        if not request.peer.may_ignore(request.op) or request.attempts == 1 or request.op in ALWAYS_SENT:
+        op = request.operation.op
+        if not request.peer.may_ignore(op) or request.attempts == 1 or op in ALWAYS_SENT:
             return False
         answered = self._peers.answered_since(request.satellite, request.sent_s)
         request.heard_beside += answered

@@ -84,6 +84,19 @@ class ValueInfo:
             )
 
 
+class Striping(NamedTuple):
+    """Chunk size, strategy, number of servers and of copies with which a value is written."""
+
+    chunk_bytes: int
+    strategy: int
+    servers: int
+    replicas: int = 1
+
+    def chunks_of(self, size_bytes: int) -> int:
+        """Return the number of chunks; 0 for a chunk size that cannot be."""
+        return max(1, -(-size_bytes // self.chunk_bytes)) if self.chunk_bytes > 0 else 0
+
+
 @dataclass(slots=True)
 class TransferReport:
     """Cost of a transfer. Bytes count payload only. ``clock_ahead_s`` is a pinged satellite's lead, accurate to half
@@ -457,21 +470,20 @@ class WriteTransfer:
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
-    def of(
-        cls, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, moves: Moves, where: Where
-    ) -> WriteTransfer:
+    def of(cls, key: bytes, value: Buffer, striping: Striping, moves: Moves, where: Where) -> WriteTransfer:
         """Create the write of a value.
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
         """
         view = memoryview(value).cast("B")
+        chunk_bytes, strategy, servers, _ = striping
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueTooLarge(f"chunks of {chunk_bytes} bytes: one datagram carries 1 to {MAX_CHUNK_BYTES} bytes")
         if len(view) >= 1 << 32 or len(key) != KEY_BYTES:
             raise ValueTooLarge(f"a value of {len(view)} bytes, key of {len(key)}: expected < 4 GiB and {KEY_BYTES}")
         places = where(moves)  # first: it refuses what this constellation does not have
-        packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, *moves)
+        packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, moves)
         chunks = len(packed) // CHUNK_REF_BYTES
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         payloads = Slices(view, chunk_bytes, range(chunks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from skymemory import native
@@ -13,7 +13,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import SatelliteGate
 from skymemory.protocol.messages import KEY_BYTES, Selection
-from skymemory.protocol.satellite.memory import Chunk, PutOutcome, Share, set_moves_of, setting_of
+from skymemory.protocol.satellite.memory import Chunk, PutOutcome, set_moves_of, setting_of
 from skymemory.protocol.satellite.migration import Migration
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import (
@@ -35,10 +35,6 @@ from skymemory.protocol.wire import (
 
 OpenedRun = tuple[list[int], list[Chunk], int]
 
-PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
-"""Arguments of ``native.serve``: addresses, chunks, placement tags whose chunks may be stored, bytes of free memory,
-terms of answers, MAC guard.
-"""
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _OP_AT = COMMAND_BYTES + 1
@@ -123,7 +119,7 @@ class ChunkService:
         self.set_run(view, COMMAND_BYTES, opened[:3], now_s)
         return opened[3]
 
-    def plain_requests(self, settled: Set[bytes], now_s: float) -> PlainRequests | None:
+    def plain_requests(self, settled: Set[bytes], now_s: float) -> native.PlainRequests | None:
         """Return what serves plain requests until the next call, unless answers need MACs."""
         guard = None
         if self._gate is not None:

@@ -23,7 +23,7 @@ from skymemory.protocol.auth import SatelliteGate, claims_mac
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import OURS
 from skymemory.protocol.satellite.checks import Checks, LossProofs
-from skymemory.protocol.satellite.chunks import ChunkService, PlainRequests
+from skymemory.protocol.satellite.chunks import ChunkService
 from skymemory.protocol.satellite.gossip import Gossip
 from skymemory.protocol.satellite.links import Neighbours
 from skymemory.protocol.satellite.migration import Migration
@@ -291,7 +291,7 @@ class SatelliteMachine:
 
     # --- Plain requests that the transport serves by itself, without a call per packet ---
 
-    def plain_requests(self, now_s: float) -> PlainRequests | None:
+    def plain_requests(self, now_s: float) -> native.PlainRequests | None:
         """Return what serves plain GETs and SETs until the next call, if possible. Report its work with
         ``record_served`` and, for ``routes``, ``record_passed``.
         """

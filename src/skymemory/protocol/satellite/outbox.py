@@ -158,8 +158,8 @@ class Outbox:
     # --- Headers, sequence counts, signatures ---
 
     def _answer(self, request: SkyHeader, op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
-        destination, echo_us = request.source, request.timestamp_us
-        return self._header(op, destination, request.request_id, echo_us, request.ground, status, flags)
+        header = self._header(op, request.source, request.request_id, request.timestamp_us, request.ground)
+        return header if status is Status.OK and not flags else header._replace(status=status, flags=flags)
 
     def _header(
         self,
@@ -168,8 +168,6 @@ class Outbox:
         request_id: int = 0,
         timestamp_us: int = 0,
         ground: int = 0,
-        status: Status = Status.OK,
-        flags: int = 0,
     ) -> SkyHeader:
         slot_moves, plane_moves = self._locator.moves
         return SkyHeader(
@@ -178,12 +176,10 @@ class Outbox:
             self._address,
             ground,
             request_id,
-            status,
             timestamp_us=timestamp_us,
             slot_moves=slot_moves,
             plane_moves=plane_moves,
             credit=self._credit_units(),
-            flags=flags,
         )
 
     def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:

@@ -25,14 +25,14 @@ from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import Follower, ReplayTimeouts
+from skymemory.router.engines.follower import EventSource, Follower, ReplayTimeouts
 from skymemory.router.metrics import Family, family
 from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel
 
 LOOK_S = 0.5
 log = logging.getLogger("skymemory.router")
-Followed = tuple[int, str, str, str, str]
+Followed = tuple[int, str, EventSource]
 """Slot, model, endpoint, replay endpoint, topic."""
 
 
@@ -122,9 +122,9 @@ class EventsWatch(Collector):
             if wanted is None or self._followed.get(name) == wanted:
                 continue
             self._followed[name] = wanted
-            slot, model, endpoint, replay, topic = wanted
+            slot, model, source = wanted
             try:
-                events.follow(name, slot, endpoint, model=model, replay_endpoint=replay, topic=topic)
+                events.follow(name, slot, source, model=model)
             except InvalidInput as error:
                 log.error("%s", error)
 
@@ -139,7 +139,7 @@ class EventsWatch(Collector):
             return None  # its models are not known yet
         if len(models) > 1:
             self._warn(name, f"it serves several models or names of one: only prompts for {models[0]!r} will match")
-        return known.server.slot, models[0], backend.events, backend.replay, backend.topic
+        return known.server.slot, models[0], EventSource(backend.events, backend.replay, backend.topic)
 
     def _warn(self, server: str, what: str) -> None:
         if (server, what) not in self._warned:
@@ -178,22 +178,15 @@ class KvEvents:
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def follow(
-        self, server: str, slot: int, endpoint: str, *, model: str, replay_endpoint: str = "", topic: str = ""
-    ) -> Feed:
-        """Subscribe to ``endpoint`` (``tcp://host:5557``).
-
-        Args:
-            model: as requests name it.
-            replay_endpoint: vLLM's in ``--kv-events-config``. Without it, each loss forgets all blocks.
-            topic: prefix of the topics; empty: all.
+    def follow(self, server: str, slot: int, source: EventSource, *, model: str) -> Feed:
+        """Subscribe. ``model``: as requests name it.
 
         Raises:
             InvalidInput: an invalid endpoint.
         """
         self.unfollow(server)
         feed = Feed(server, slot, model, self._index)
-        follower = Follower(feed, endpoint, replay_endpoint, topic, self._pace, self._context, self._turn)
+        follower = Follower(feed, source, self._pace, self._context, self._turn)
         self.feeds[server] = feed
         task = self._tasks[server] = asyncio.create_task(follower.run(), name=f"KV events of {server}")
         task.add_done_callback(lambda _: follower.close())

@@ -103,19 +103,29 @@ class ReplayTimeouts:
     """Queue of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
 
 
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Addresses of an engine's events (``tcp://host:5557``), and the prefix of the topics (empty: all).
+
+    ``replay_endpoint``: vLLM's in ``--kv-events-config``. Without it, each loss forgets all blocks.
+    """
+
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+
+
 class Follower:
     def __init__(
         self,
         feed: Feed,
-        endpoint: str,
-        replay_endpoint: str,
-        topic: str,
+        source: EventSource,
         pace: ReplayTimeouts,
         context: zmq.asyncio.Context,
         one_at_a_time: asyncio.Lock,
     ) -> None:
         self._feed = feed
-        self._replay_endpoint = replay_endpoint
+        self._replay_endpoint = source.replay_endpoint
         self._pace = pace
         self._context = context
         self._one_at_a_time = one_at_a_time
@@ -140,13 +150,13 @@ class Follower:
         # applying it.
         self._messages: zmq.Socket[bytes] = zmq.Socket(shadow=self._socket.underlying)
         self._changes: zmq.Socket[bytes] = zmq.Socket(shadow=self._monitor.underlying)
-        self._socket.subscribe(topic)
+        self._socket.subscribe(source.topic)
         try:
-            self._socket.connect(endpoint)
+            self._socket.connect(source.endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise InvalidInput(
-                f"events of {feed.server}: {endpoint!r} is no ZMQ endpoint ({error}); expected tcp://HOST:PORT"
+                f"events of {feed.server}: {source.endpoint!r} is no ZMQ endpoint ({error}); expected tcp://HOST:PORT"
             ) from error
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

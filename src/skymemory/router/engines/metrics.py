@@ -347,8 +347,6 @@ class MetricsWatch:
         *,
         every_s: float = EVERY_S,
         timeout_s: float = TIMEOUT_S,
-        max_bytes: int = MAX_BYTES,
-        seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
@@ -358,10 +356,9 @@ class MetricsWatch:
         self._fetch = fetch
         self.every_s = every_s
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
         self._clock = clock
         self._on_read = read
-        self._dice = random.Random(seed)
+        self._dice = random.Random(0)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, server: str, url: str, access: Access = Access()) -> Watched:  # noqa: B008 - immutable
@@ -395,7 +392,6 @@ class MetricsWatch:
                 self._fetch,
                 watched.url,
                 timeout_s=self._timeout_s,
-                max_bytes=self._max_bytes,
                 clock=self._clock,
                 access=watched.access,
             )

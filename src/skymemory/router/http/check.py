@@ -16,7 +16,7 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.router.engines.events import KvEvents, event_index
 from skymemory.router.engines.feed import Feed
-from skymemory.router.engines.follower import ReplayTimeouts
+from skymemory.router.engines.follower import EventSource, ReplayTimeouts
 from skymemory.router.engines.metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
 from skymemory.router.http.health import MAX_MODELS_BYTES
 from skymemory.router.http.server import ProxyServer
@@ -140,9 +140,8 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, r
     index = PreciseIndex(settings.prompts.block_tokens)
     events = KvEvents(index, ReplayTimeouts(replay_timeout_s=EVENTS_S / 2))
     try:
-        feed = events.follow(
-            backend.name, 0, backend.events, model=models[0], replay_endpoint=backend.replay, topic=backend.topic
-        )
+        source = EventSource(backend.events, backend.replay, backend.topic)
+        feed = events.follow(backend.name, 0, source, model=models[0])
         await _settled(feed)
         if not feed.connected:
             result.events = "no publisher"

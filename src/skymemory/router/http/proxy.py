@@ -13,27 +13,20 @@ from urllib.parse import unquote
 
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.request import Request
-from skymemory.conductor.scheduler import Scheduler
 from skymemory.router import paths
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import KeyFile
-from skymemory.router.backends import Backends
-from skymemory.router.decoding import alone_schedulers
-from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import HttpConnection, Incoming
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import UNANSWERED, Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
-from skymemory.router.http.upstream import Pools
 from skymemory.router.limits.connections import ConnectionTable, State
 from skymemory.router.limits.files import LEAST_CONNECTIONS, client_connections, open_files
 from skymemory.router.limits.held_bytes import HeldBytes
 from skymemory.router.limits.shares import SharedLimit
-from skymemory.router.metrics import ProxyMetrics, QueueFigures
+from skymemory.router.metrics import QueueFigures
 from skymemory.router.prefix_state import PrefixState
-from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.queue import RequestQueue
-from skymemory.router.request_account import DeferredWork
 from skymemory.router.settings import BY_LOAD, Settings
 from skymemory.router.waiting_room import WaitingRoom
 
@@ -54,18 +47,13 @@ class Proxy:
 
     def __init__(
         self,
-        settings: Settings,
-        scheduler: Scheduler,
-        reader: PromptReader,
+        exchanges: Exchanges,
         health: HealthWatch,
-        backends: Backends,
-        pools: Pools,
-        metrics: ProxyMetrics,
         prefix_state: PrefixState,
-        deferred: DeferredWork,
         exchange: MakeExchange = Exchange,
         roles: ElasticRoles | None = None,
     ) -> None:
+        settings = exchanges.settings
         self.draining = False
         self._last_call_s = math.inf
         self.connections: dict[HttpConnection, None] = {}
@@ -74,25 +62,21 @@ class Proxy:
         self.arriving: HeldBytes[Incoming | HttpConnection] = HeldBytes(0)
         self.unread: HeldBytes[HttpConnection] = HeldBytes(MAX_UNREAD_BYTES)
         self._slots = SharedLimit(0)
-        self.metrics = metrics
-        self.backends = backends
-        self._scheduler = scheduler
-        self._reader = reader
+        self.metrics = exchanges.metrics
+        self.backends = exchanges.backends
+        self._scheduler = exchanges.scheduler
+        self._reader = exchanges.reader
         self._health = health
         self._prefix_state = prefix_state
         self._exchange = exchange
         self._tasks: set[asyncio.Task[None]] = set()
-        self._access = AccessControl()
-        least_load, alone = alone_schedulers(scheduler, settings.seed)
-        pools.on_files_short = self.close_idle
-        self._exchanges = Exchanges(
-            settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
-        )
-        self._exchanges.random.seed(settings.seed)
+        self._access = exchanges.access
+        exchanges.pools.on_files_short = self.close_idle
+        self._exchanges = exchanges
         if roles is not None:
-            self._exchanges.on_tokens = roles.record_tokens
+            exchanges.on_tokens = roles.record_tokens
         self._queue = RequestQueue(settings.queue)
-        metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
+        self.metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
         self._room = WaitingRoom(self._queue, self._has_room, asyncio.get_running_loop())
         self._configure(settings, self._access.read(settings))
 

@@ -18,12 +18,12 @@ from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.keys import KeyRing
 from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
-from skymemory.router.decoding import decode_picker, forecast_of
+from skymemory.router.decoding import alone_schedulers, decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import HttpConnection
 from skymemory.router.http.elastic import ElasticRoles
-from skymemory.router.http.exchange import Exchange
+from skymemory.router.http.exchange import Exchange, Exchanges
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.listener import Listener
 from skymemory.router.http.proxy import Proxy
@@ -140,13 +140,27 @@ class ProxyServer:
             await asyncio.sleep(roles.every_s)
 
     def _proxy(self, deferred: DeferredWork) -> Proxy:
-        settings, parts = self.settings, (self.backends, self.pools, self.metrics, self.prefix_state, deferred)
+        settings, scheduler = self.settings, self.scheduler
+        least_load, alone = alone_schedulers(scheduler, settings.seed)
+        exchanges = Exchanges(
+            settings,
+            AccessControl(),
+            self.reader,
+            scheduler,
+            least_load,
+            self.backends,
+            self.pools,
+            self.metrics,
+            deferred,
+            alone,
+        )
+        exchanges.random.seed(settings.seed)
         if settings.sidecar.engine:
             prefillers = NamedPrefillers(self.picker, self.pools, self.metrics)
             exchange = partial(SidecarExchange, prefillers)
-            return SidecarProxy(settings, self.scheduler, self.reader, self._health, *parts, exchange)
+            return SidecarProxy(exchanges, self._health, self.prefix_state, exchange)
         exchange_kind = TwoStepExchange if settings.splits else Exchange
-        return Proxy(settings, self.scheduler, self.reader, self._health, *parts, exchange_kind, self.roles)
+        return Proxy(exchanges, self._health, self.prefix_state, exchange_kind, self.roles)
 
     def _ejected(self, name: str) -> None:
         self.metrics.of(name).ejections += 1

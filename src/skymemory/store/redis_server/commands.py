@@ -36,11 +36,12 @@ from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 from skymemory.store.redis_server import lifetimes, protocol
+from skymemory.store.redis_server.budget import ByteBudget, MemoryClaim
+from skymemory.store.redis_server.keys import MAX_PATTERN_BYTES, Key, client_key, pattern_of
 from skymemory.store.redis_server.budget import MemoryClaim, SharedBudget
 from skymemory.store.redis_server.keys import Key, client_key
 from skymemory.store.redis_server.leases import Lease, Leases
 from skymemory.store.redis_server.lifetimes import MAX_GIVEN, Lifetimes, Options, options_of
-from skymemory.store.redis_server.patterns import MAX_PATTERN_BYTES, pattern_of
 from skymemory.store.redis_server.protocol import LARGE_BYTES, Framed, Reply, Stranger, Word
 from skymemory.store.redis_server.transactions import MAX_WATCHED, Transaction, WatchedKeys, Watches
 
@@ -109,7 +110,6 @@ class Commands:
         held_bytes: int = 256 << 20,
         wait_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
-        unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._password = password
@@ -123,7 +123,6 @@ class Commands:
         """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
         """The store, if its values are views of its memory: no wait, lease or release."""
-        self._unix_time = unix_time
         self._writing = KeyLocks()
         """Locks of keys being written: a write may be several store calls."""
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
@@ -472,7 +471,7 @@ class Commands:
 
     def _options(self, verb: str, words: Sequence[Word], allowed: frozenset[bytes]) -> Options:
         try:
-            options = options_of([_bytes(word) for word in words], allowed, self._unix_time())
+            options = options_of([_bytes(word) for word in words], allowed, time.time())
         except ValueError as wrong:
             raise Refused(f"{wrong} in '{verb}' command" if "expire" in str(wrong) else str(wrong)) from None
         if options is None:
@@ -685,10 +684,10 @@ class Commands:
         yield self._expire_in(session, words, _parse_integer(words[1]) / 1000)
 
     def _expireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _parse_integer(words[1]) - self._unix_time())
+        yield self._expire_in(session, words, _parse_integer(words[1]) - time.time())
 
     def _pexpireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _parse_integer(words[1]) / 1000 - self._unix_time())
+        yield self._expire_in(session, words, _parse_integer(words[1]) / 1000 - time.time())
 
     def _expire_in(self, session: Session, words: Sequence[Word], ttl_s: float) -> Pieces:
         key = _key(words[0]).stored

@@ -11,7 +11,7 @@ from threading import Lock
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap, displaced
 from skymemory.protocol.messages import (
     MAX_DEAD_PER_PACKET,
@@ -258,7 +258,11 @@ class Prefetcher:
             # Reversed: the first becomes the most recently used, as in every write of a chain.
             for info in reversed(read):
                 number, copy = machine.put(
-                    info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim, replicas
+                    info.key,
+                    values[info.key],
+                    Striping(info.chunk_bytes, _PARKED, info.servers, replicas),
+                    driver.now_s(),
+                    aim,
                 )
                 puts[number] = info, copy
         finished = driver.run(puts)

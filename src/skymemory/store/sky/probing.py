@@ -22,7 +22,7 @@ from skymemory.native import Rows
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientMachine, Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, ChunkPresence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Buffer, Op
@@ -133,10 +133,7 @@ class ClientDriver(Protocol):
         self,
         key: bytes,
         value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        replicas: int = 1,
+        striping: Striping,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         """Write one value. ``meanwhile`` is called once before its end, with the lock held."""

@@ -206,7 +206,7 @@ class SharedIndex:
 
     def _drop(self, keys: Sequence[bytes]) -> bytes:
         removed = [key for key in keys if self._index.remove(key)]
-        return encode_record(RecordOp.REMOVE, removed) if removed else b""
+        return encode_record(Record(RecordOp.REMOVE, removed)) if removed else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
         """Return the record that adds a value at its writer's or known place; empty if contradictory."""
@@ -217,7 +217,7 @@ class SharedIndex:
                 self._follow()
                 start, parent = self._index.place_of(key) or self._index.free_place(key)
         with suppress(InvalidInput):
-            return encode_record(RecordOp.ADD, [key], [info], start=start, parent=parent)
+            return encode_record(Record(RecordOp.ADD, [key], [info], start, parent))
         return b""
 
     def add_record(self, record: bytes) -> bool:
@@ -241,7 +241,7 @@ class SharedIndex:
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
         """Add entries by replaying their record, as others will. InvalidInput, with no change, on a contradiction."""
-        record = encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
+        record = encode_record(Record(RecordOp.ADD, keys, infos, start, parent))
         replay_all(record, self._index, self._state)
         return record
 
@@ -273,7 +273,7 @@ class SharedIndex:
 
     def _clear(self) -> bytes:
         self._index.clear()
-        return encode_record(RecordOp.CLEAR)
+        return encode_record(Record(RecordOp.CLEAR))
 
     def close(self) -> None:
         if self._old and not self._lock.owner.elsewhere:
@@ -287,7 +287,7 @@ class SharedIndex:
 
     def _record_state(self, record: Record) -> bytes:
         self._state.apply(record)
-        return encode_record(record.op, probed=record.probed)
+        return encode_record(record)
 
     def _write(self, change: Callable[[], bytes], patient: bool = False, *, side_file: bool = True) -> bool:
         """Apply a change and append its records; to the side file if the lock is not free (``patient``: after
@@ -489,8 +489,8 @@ class SharedIndex:
         path = path.resolve()
         new = path.with_name(path.name + _NEW)
         probed = Record(RecordOp.PROBED, probed=(state.keys_probed, state.values_adopted))
-        head = [encode_record(RecordOp.BORN)] if state.complete else []
-        head += [encode_record(probed.op, probed=probed.probed)] if state.keys_probed else []
+        head = [encode_record(Record(RecordOp.BORN))] if state.complete else []
+        head += [encode_record(probed)] if state.keys_probed else []
         try:
             new.unlink(missing_ok=True)  # left by a process that was killed here
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:

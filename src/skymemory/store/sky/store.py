@@ -24,7 +24,7 @@ from skymemory.native import Rows
 from skymemory.placement.fan_out import FanOut
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
-from skymemory.protocol.client.transfer import ValueInfo, can_hold
+from skymemory.protocol.client.transfer import Striping, ValueInfo, can_hold
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
 from skymemory.protocol.messages import Kept, Retain, pack_retain, pack_setting, unpack_retained
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
@@ -395,24 +395,25 @@ class ConstellationStore(RemoteStore):
         # Without an index, the fill level of small boxes is unknown.
         bytes_by_servers = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
         # Reversed, as in ``_read``: satellites keep the first block longest.
-        servers = {key: self._servers_for(value, bytes_by_servers) for key, value in reversed([*items.items()])}
-        layout = settings.chunk_bytes, self._strategy
+        stripings = {
+            key: Striping(
+                settings.chunk_bytes, self._strategy, self._servers_for(value, bytes_by_servers), settings.replicas
+            )
+            for key, value in reversed([*items.items()])
+        }
         if len(items) == 1:
-            ((key, count),) = servers.items()
+            ((key, striping),) = stripings.items()
 
             # Called while the packets are in flight: the index does not know of the new value.
             def look_ahead(info: ValueInfo) -> None:
                 self._look_up([key], ahead)
                 ahead.record = self._catalog.record_of(info, driver.now_s(), places.get(key))
 
-            return {key: driver.write(key, items[key], *layout, count, settings.replicas, look_ahead)}
+            return {key: driver.write(key, items[key], striping, look_ahead)}
         self._look_up([*items], ahead)
         with driver.lock:
             put, now_s = driver.machine.put, driver.now_s()
-            numbers = {
-                key: put(key, items[key], *layout, count, now_s, replicas=settings.replicas)[0]
-                for key, count in servers.items()
-            }
+            numbers = {key: put(key, items[key], striping, now_s)[0] for key, striping in stripings.items()}
         finished = driver.run(numbers.values())
         return {key: finished[number] for key, number in numbers.items()}
 

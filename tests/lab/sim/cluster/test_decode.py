@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.lab.sim.cluster.toy import TOY
+from tests.lab.sim.cluster.toy import SILENT, TOY
 
 from skymemory.conductor.cost_model import LLAMA_70B, CostModel, LLAMA_70B_8xA800, Machine
 from skymemory_lab.sim.clock import Clock
 from skymemory_lab.sim.cluster.decode import DecodeInstance
-from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Steps
+from skymemory_lab.sim.cluster.job import DecodeBatch, DecodeStream, Gaps, Steps
+from skymemory_lab.sim.cluster.setup import ClusterSetup
 
 
 @dataclass(slots=True)
@@ -32,12 +33,9 @@ def in_runs(answers: list[Answer], cost: CostModel, kv: int, most: int) -> tuple
     clock, gaps, ends = Clock(), Gaps(), {}
     instance = DecodeInstance(
         clock,
-        Steps(cost),
-        gaps,
-        kv,
-        most,
-        lambda *_: None,
-        lambda one, now_s: ends.update({one.number: (now_s, one.worst_s)}),
+        ClusterSetup(kv_tokens=kv, most_batch=most),
+        DecodeBatch(Steps(cost), gaps),
+        replace(SILENT, answered=lambda one, now_s: ends.update({one.number: (now_s, one.worst_s)})),
     )
     for number, one in enumerate(answers):
         stream = DecodeStream(number, one.prompt, one.output, one.at_s - one.late_s, one.priority)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.lab.sim.cluster.toy import POOL, TOY, scripted
+from tests.lab.sim.cluster.toy import POOL, SILENT, TOY, scripted
 
 from skymemory.conductor.cost_model import Medium, loaded_s, pipelined_s
 from skymemory.conductor.request import Prompt, PromptPlan, Request
@@ -32,7 +32,7 @@ class Bench:
         self.pool = ClusterPool(["a", "b"], TOY, settings)
         pipeline = Pipeline(TOY, machines, chunk)
         self.ends: dict[int, float] = {}
-        self.instance = PrefillInstance(0, self.clock, TOY, pipeline, self.pool, lambda *_: None, self._done)
+        self.instance = PrefillInstance(0, self.clock, pipeline, self.pool, replace(SILENT, prefilled=self._done))
 
     def _done(self, job: Job, now_s: float) -> None:
         self.ends[job.number] = now_s

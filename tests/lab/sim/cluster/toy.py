@@ -8,6 +8,7 @@ from skymemory.conductor.cost_model import CostModel, Machine, Medium, ModelShap
 from skymemory.conductor.picker import Picker, Ranking, Scorer, Server
 from skymemory.conductor.request import PromptPlan, Request
 from skymemory.conductor.scheduler import Scheduler
+from skymemory_lab.sim.cluster.job import Listeners
 from skymemory_lab.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory_lab.sim.cluster.setup import PoolSettings
 
@@ -22,6 +23,8 @@ QUICK = Medium("dram", 1e15)
 """Memory whose time is nothing."""
 POOL = PoolSettings(dram=QUICK, network=Medium("network", 2e6), dram_bytes=200 * 512 * 100)
 """A hundred blocks a node."""
+
+SILENT = Listeners(*[lambda *_: None] * 6)
 
 Where = Callable[[Request], tuple[str, PromptPlan | None]]
 

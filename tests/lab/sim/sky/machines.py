@@ -9,6 +9,7 @@ import numpy as np
 
 from skymemory.constellation.links import Links
 from skymemory.constellation.presets import preset_named
+from skymemory.protocol.client.transfer import Striping
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.connect import clock_of
 from skymemory.testbed.plan import ConstellationPlan
@@ -70,7 +71,7 @@ def compare(
         setting = TransferSetting(value_bytes, plan.chunk_bytes, order=order)
         if operation == "set":
             code = STRATEGY_CODES[plan.strategy]  # type: ignore[index]
-            ended = host.write(b"v" * 32, data, plan.chunk_bytes, code, plan.servers)
+            ended = host.write(b"v" * 32, data, Striping(plan.chunk_bytes, code, plan.servers))
             info = ended.info
         else:
             ended = host.read(info, memoryview(out))

@@ -10,7 +10,7 @@ import pytest
 from skymemory.constellation.presets import Preset, preset_named
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.sky.bound import lower_bound_s
-from skymemory_lab.sim.sky.optimise import Optimum, RequestMix, at_place, grid, optimise, waits_s
+from skymemory_lab.sim.sky.optimise import Optimum, RequestMix, SearchSpace, at_place, grid, optimise, waits_s
 from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, Ways, latency_s, sight_of, ways_of
 
 KA = LinkRates(0.3e9, 1.2e9, 20e9)
@@ -23,7 +23,8 @@ def few(preset: Preset, load: RequestMix, rates: LinkRates = KA, **options: obje
         "chunks_bytes": (6144, 24_576),
         "windows_bytes": (1 << 20, 8 << 20),
     }
-    return optimise(preset, rates, load, **{**small, "times": 8, "accesses": ("gateway",), **options})  # type: ignore[arg-type]
+    space = SearchSpace(**{**small, "times": 8, "accesses": ("gateway",), **options})  # type: ignore[arg-type]
+    return optimise(preset, rates, load, space=space)
 
 
 def test_the_best_of_the_first_half_is_chosen_and_the_second_half_judges() -> None:
@@ -43,9 +44,8 @@ def test_the_best_of_the_first_half_is_chosen_and_the_second_half_judges() -> No
         return 0.8 * both[0] + 0.2 * both[1], 0.8 * both[2] + 0.2 * both[3]
 
     best = found.chosen.choice
-    all_of_it = grid(
-        preset, ("gateway",), ("rotation_hop", "rotation", "cost"), (1, 4, 9), (6144, 24_576), (1 << 20, 8 << 20)
-    )
+    strategies = ("rotation_hop", "rotation", "cost")
+    all_of_it = grid(preset, SearchSpace(("gateway",), strategies, (1, 4, 9), (6144, 24_576), (1 << 20, 8 << 20)))
     first = {choice: mean_s(choice, at_s[:4])[0] for choice in all_of_it}
     assert first[best] <= min(first.values()) + 1e-5 and found.chosen_s == pytest.approx(first[best])
     later_s, bound_s = mean_s(best, at_s[4:])

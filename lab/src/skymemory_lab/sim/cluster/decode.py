@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from skymemory.conductor.cost_model import CostModel
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.cluster.job import DecodeBatch, DecodeStream, Gaps, Job, PrefillQueue, PriorityQueue, Steps
+from skymemory_lab.sim.cluster.job import DecodeBatch, DecodeStream, Job, Listeners, PrefillQueue, PriorityQueue
 from skymemory_lab.sim.cluster.pool import ClusterPool
-
-StreamEvent = Callable[[DecodeStream, float], None]
+from skymemory_lab.sim.cluster.setup import ClusterSetup
 
 
 class CoupledInstance:
@@ -25,21 +23,16 @@ class CoupledInstance:
         self,
         number: int,
         clock: Clock,
-        cost: CostModel,
+        setup: ClusterSetup,
         pool: ClusterPool,
-        steps: Steps,
-        gaps: Gaps,
-        kv_tokens: int,
-        most_batch: int,
-        mixed_tokens: int,
-        on_prefilled: Callable[[Job, float], DecodeStream | None],
-        on_ended: Callable[[DecodeStream, float], None],
+        batch: DecodeBatch,
+        listeners: Listeners,
     ) -> None:
         self.number = number
-        self._clock, self._cost, self._pool, self._steps = clock, cost, pool, steps
-        self._kv_tokens, self._most_batch, self._mixed_tokens = kv_tokens, most_batch, mixed_tokens
-        self._prefilled, self._ended = on_prefilled, on_ended
-        self.batch = DecodeBatch(steps, gaps)
+        self._clock, self._cost, self._pool, self._listeners = clock, setup.cost, pool, listeners
+        self._kv_tokens = setup.kv_tokens - setup.coupled_cache_tokens
+        self._most_batch, self._mixed_tokens = setup.most_batch, setup.mixed_tokens
+        self.batch = batch
         self.waiting = PrefillQueue()
         self.busy_s = 0.0
         self.decode_busy_s = 0.0
@@ -121,7 +114,7 @@ class CoupledInstance:
         self._next(now_s)
 
     def _first_token(self, job: Job, now_s: float) -> None:
-        stream = self._prefilled(job, now_s)
+        stream = self._listeners.coupled_prefilled(job, now_s)
         if stream is not None:
             self.batch.join(stream)
 
@@ -168,7 +161,7 @@ class CoupledInstance:
         done = self.batch.mixed_step(self._begun_s, now_s)
         self._underway = [entry for entry in self._underway if entry[0] not in jobs]
         for stream in done:
-            self._ended(stream, now_s)
+            self._listeners.answered(stream, now_s)
         for job in jobs:
             self._first_token(job, now_s)
         self._next(now_s)
@@ -182,7 +175,7 @@ class CoupledInstance:
         done = self.batch.run(self._begun_s, self._planned, now_s)
         self._planned = 0
         for stream in done:
-            self._ended(stream, now_s)
+            self._listeners.answered(stream, now_s)
         self._next(now_s)
 
     def _later(self, at_s: float, event: Callable[[float], None]) -> None:
@@ -198,22 +191,11 @@ class DecodeInstance:
     waits for first tokens computed here, but runs a step between two, as engines that take one prompt per turn.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        steps: Steps,
-        gaps: Gaps,
-        kv_tokens: int,
-        most_batch: int,
-        on_joined: StreamEvent,
-        on_ended: StreamEvent,
-        on_first: StreamEvent = lambda stream, now_s: None,
-    ) -> None:
-        self._clock, self._steps = clock, steps
-        self._kv_tokens, self._most_batch = kv_tokens, most_batch
-        self._joined, self._ended, self._first = on_joined, on_ended, on_first
+    def __init__(self, clock: Clock, setup: ClusterSetup, batch: DecodeBatch, listeners: Listeners) -> None:
+        self._clock, self._listeners = clock, listeners
+        self._kv_tokens, self._most_batch = setup.kv_tokens, setup.most_batch
         self._taking: DecodeStream | None = None
-        self.batch = DecodeBatch(steps, gaps)
+        self.batch = batch
         self.waiting: PriorityQueue[DecodeStream] = PriorityQueue()
         self.busy_s = 0.0
         self._begun_s = 0.0
@@ -247,7 +229,7 @@ class DecodeInstance:
         """Return the end of the step in progress; ``now_s`` if idle."""
         if self._taking is not None:
             size, contexts = len(self.batch) + 1, self.batch.contexts + self._taking.prompt_tokens + 1
-            return self._begun_s + self._taking.work_s + self._steps.step_s(size, contexts)
+            return self._begun_s + self._taking.work_s + self.batch.steps.step_s(size, contexts)
         if not self._planned:
             return now_s
         return self._begun_s + self.batch.seconds(self.batch.steps_until(now_s - self._begun_s, self._planned))
@@ -274,7 +256,7 @@ class DecodeInstance:
                 self._take(stream, now_s)
                 return
             self.batch.join(stream)
-            self._joined(stream, now_s)
+            self._listeners.joined(stream, now_s)
         if len(self.batch):
             self._until(self.batch.steps_to_first_end())
         else:
@@ -292,10 +274,10 @@ class DecodeInstance:
         self.busy_s += now_s - self._begun_s
         self._taking, self._begun_s = None, now_s
         stream.first_token_s = now_s
-        self._first(stream, now_s)
+        self._listeners.first(stream, now_s)
         if stream.output_tokens > 1:
             self.batch.join(stream)
-            self._joined(stream, now_s)
+            self._listeners.joined(stream, now_s)
         if not len(self.batch):
             self._plan(now_s)
         elif self.waiting and self._fits(self.waiting.first):
@@ -314,5 +296,5 @@ class DecodeInstance:
         self.busy_s += now_s - self._begun_s
         done = self.batch.run(self._begun_s, self._planned, now_s)
         for stream in done:
-            self._ended(stream, now_s)
+            self._listeners.answered(stream, now_s)
         self._plan(now_s)

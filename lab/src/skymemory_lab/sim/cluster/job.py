@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -84,6 +84,17 @@ class DecodeStream:
     @property
     def kv_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    begun: Callable[[Job, float, float], None]
+    prefilled: Callable[[Job, float], None]
+    coupled_prefilled: Callable[[Job, float], DecodeStream | None]
+    joined: Callable[[DecodeStream, float], None]
+    answered: Callable[[DecodeStream, float], None]
+    first: Callable[[DecodeStream, float], None]
+    """First token of a stream, computed by a decode instance."""
 
 
 Waiting = TypeVar("Waiting", Job, DecodeStream)
@@ -167,7 +178,7 @@ class DecodeBatch:
     """
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
-        self._steps, self._gaps = steps, gaps
+        self.steps, self._gaps = steps, gaps
         self._leave: list[tuple[int, int, DecodeStream]] = []
         self._fresh: list[DecodeStream] = []
         self._runs = 0
@@ -201,25 +212,25 @@ class DecodeBatch:
         return self._leave[0][0] - self._done
 
     def seconds(self, steps: int) -> float:
-        return self._steps.run_s(len(self._leave), self.contexts, steps)
+        return self.steps.run_s(len(self._leave), self.contexts, steps)
 
     def steps_until(self, seconds: float, most: int) -> int:
         """Return the fewest steps that take at least ``seconds``, from 1 to ``most``."""
-        return self._steps.steps_until(len(self._leave), self.contexts, seconds, most)
+        return self.steps.steps_until(len(self._leave), self.contexts, seconds, most)
 
     def step_s(self, steps: int = 0) -> float:
         """Return the seconds of the step after ``steps`` more steps; 0 for an empty batch."""
         size = len(self._leave)
-        return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
+        return self.steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[DecodeStream]:
         """Account for at most ``steps_to_first_end`` steps. Return the requests that are done."""
         size, kv = len(self._leave), self.contexts
-        first_s = self._steps.step_s(size, kv)
+        first_s = self.steps.step_s(size, kv)
         self._first_step(begun_s, first_s)
         if steps > 1:
-            self._gaps.add_steps(self._steps, size, kv, 1, steps)
-            self._peak(2 * self._runs + 1, self._steps.step_s(size, kv + (steps - 1) * size))
+            self._gaps.add_steps(self.steps, size, kv, 1, steps)
+            self._peak(2 * self._runs + 1, self.steps.step_s(size, kv + (steps - 1) * size))
         self._done += steps
         self.contexts += size * steps
         self._runs += 1

@@ -5,28 +5,14 @@ An elastic instance is in both fleets, closed in that of the other role. Prefill
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.pools import Role
 from skymemory_lab.sim.clock import Clock
 from skymemory_lab.sim.cluster.decode import CoupledInstance, DecodeInstance
-from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job, Steps
+from skymemory_lab.sim.cluster.job import DecodeBatch, DecodeStream, Gaps, Job, Listeners, Steps
 from skymemory_lab.sim.cluster.pool import ClusterPool
 from skymemory_lab.sim.cluster.prefill import Pipeline, PrefillInstance
 from skymemory_lab.sim.cluster.setup import ClusterSetup
-
-
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    begun: Callable[[Job, float, float], None]
-    prefilled: Callable[[Job, float], None]
-    coupled_prefilled: Callable[[Job, float], DecodeStream | None]
-    joined: Callable[[DecodeStream, float], None]
-    answered: Callable[[DecodeStream, float], None]
-    first: Callable[[DecodeStream, float], None]
-    """First token of a stream, computed by a decode instance."""
 
 
 class Machines:
@@ -49,19 +35,12 @@ class Machines:
         steps = Steps(setup.cost)
         for number in range(len(self.prefill_names)):
             if setup.coupled:
-                sizes = (setup.kv_tokens - setup.coupled_cache_tokens, setup.most_batch, setup.mixed_tokens)
-                callbacks = (listeners.coupled_prefilled, listeners.answered)
-                self.coupled.append(CoupledInstance(number, clock, setup.cost, pool, steps, gaps, *sizes, *callbacks))
+                batch = DecodeBatch(steps, gaps)
+                self.coupled.append(CoupledInstance(number, clock, setup, pool, batch, listeners))
             else:
                 pipeline = Pipeline(setup.cost, setup.pipeline, setup.chunk_tokens)
-                self.prefills.append(
-                    PrefillInstance(number, clock, setup.cost, pipeline, pool, listeners.begun, listeners.prefilled)
-                )
-        limits = (setup.kv_tokens, setup.most_batch)
-        self.decodes = [
-            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered, listeners.first)
-            for _ in self.decode_names
-        ]
+                self.prefills.append(PrefillInstance(number, clock, pipeline, pool, listeners))
+        self.decodes = [DecodeInstance(clock, setup, DecodeBatch(steps, gaps), listeners) for _ in self.decode_names]
 
     def node_of_decode(self, slot: int) -> int:
         return (self._first_decode + slot) % len(self.role)

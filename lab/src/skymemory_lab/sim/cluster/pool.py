@@ -191,10 +191,6 @@ class ClusterPool:
     def far(self, blocks: Blocks) -> list[Far]:
         return []
 
-    def media(self) -> dict[str, Medium]:
-        """Return the idle media: ``dram`` (memory to accelerators), ``network``, ``ssd``, tiers."""
-        return {LOCAL: self.settings.dram, "network": self.network, SSD_TIER: self.settings.ssd}
-
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
         return [self._out[slot].queue_s(now_s) for slot in slots]
 

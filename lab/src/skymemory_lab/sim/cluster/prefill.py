@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skymemory.conductor.cost_model import CostModel, loaded_s
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.cluster.job import Job, PrefillQueue
+from skymemory_lab.sim.cluster.job import Job, Listeners, PrefillQueue
 from skymemory_lab.sim.cluster.pool import LOCAL, ClusterPool
 
 
@@ -39,16 +39,14 @@ class PrefillInstance:
         self,
         number: int,
         clock: Clock,
-        cost: CostModel,
         pipeline: Pipeline,
         pool: ClusterPool,
-        on_begun: Callable[[Job, float, float], None],
-        on_done: Callable[[Job, float], None],
+        listeners: Listeners,
     ) -> None:
         self.number = number
-        self._clock, self._cost, self._pipeline, self._pool = clock, cost, pipeline, pool
-        self._begun, self._done = on_begun, on_done
-        self._memory = pool.media()["dram"]
+        self._clock, self._cost, self._pipeline, self._pool = clock, pipeline.cost, pipeline, pool
+        self._listeners = listeners
+        self._memory = pool.settings.dram
         self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}
         """Ends of the prefills in progress."""
@@ -94,7 +92,7 @@ class PrefillInstance:
         # A failure may precede the events below, so they carry the life in which they were scheduled.
         self._free, life = False, self._lives
         self.serving[job] = done_s
-        self._begun(job, now_s, done_s)
+        self._listeners.begun(job, now_s, done_s)
         self._clock.at(done_s, lambda at_s: self._finish(job, life, at_s))
         if self._pipeline.machines > 1:
             self._clock.at(free_s, lambda at_s: self._next(life, at_s))
@@ -142,7 +140,7 @@ class PrefillInstance:
         if life != self._lives:
             return
         del self.serving[job]
-        self._done(job, now_s)
+        self._listeners.prefilled(job, now_s)
         if self._pipeline.machines == 1:
             self._next(life, now_s)
 
@@ -164,7 +162,7 @@ class Pipeline:
     def __init__(self, cost: CostModel, machines: int, chunk_tokens: int) -> None:
         if machines < 1 or chunk_tokens < 1:
             raise InvalidInput(f"{machines} machines and chunks of {chunk_tokens} tokens; expected at least 1 each")
-        self._cost, self.machines, self.chunk_tokens = cost, machines, chunk_tokens
+        self.cost, self.machines, self.chunk_tokens = cost, machines, chunk_tokens
         self._speed = cost.machine.flops_per_s * cost.mfu * machines
         self._free_s = [0.0] * machines
 
@@ -172,7 +170,7 @@ class Pipeline:
         """Return the seconds per chunk at one machine."""
         if end <= begin:
             return []
-        flops = self._cost.prefill_flops
+        flops = self.cost.prefill_flops
         if self.machines == 1:
             return [flops(end, begin) / self._speed]
         cuts = [*range(begin, end, self.chunk_tokens), end]

@@ -16,6 +16,8 @@ from skymemory.conductor.cost_model import CostModel, network_of, pipelined_s
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Admission, Scheduler
+from skymemory.conductor.scheduling.decode import LeastTbt
+from skymemory.conductor.scheduling.kvcache_centric import LoadSources
 from skymemory.conductor.scheduling.named import SCHEDULERS, build
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
 from skymemory.conductor.strategies.estimates import GivenSpeeds, PrefillCost
@@ -130,21 +132,17 @@ def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
 def _of_the_conductor(name: str, world: World, options: Mapping[str, Any]) -> Scheduler:
     setup, pool = world.setup, world.pool
     # A scheduler with another model of the machine believes the network of that model, not the pool's network.
-    media = dict(pool.media())
-    if setup.believed is not None and setup.pool.network is None:
-        media["network"] = network_of(world.cost)
+    believes_own = setup.believed is not None and setup.pool.network is None
+    network = network_of(world.cost) if believes_own else pool.network
     return build(
         name,
         prefill=world.prefill,
-        decode=world.decode,
+        decoding=None if world.decode is None else LeastTbt(world.cost, world.decode, setup.kv_tokens),
         cost=world.cost,
         holdings=pool,
-        media=media,
-        far=pool,
-        links=pool,
+        sources=LoadSources(network, far=pool, links=pool),
         admission=world.admission,
         prefill_cost=world.estimates,
-        kv_tokens=setup.kv_tokens,
         seed=setup.seed,
         **options,
     )

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from skymemory.conductor.admission.named import admission as admission_named
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Request, Slo
-from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
+from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job
-from skymemory_lab.sim.cluster.machines import Listeners, Machines
+from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job, Listeners
+from skymemory_lab.sim.cluster.machines import Machines
 from skymemory_lab.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory_lab.sim.cluster.pool import ClusterPool
 from skymemory_lab.sim.cluster.roles import Roles
@@ -47,18 +48,14 @@ def run_cluster(
     scheduler: str | SchedulerFactory = "least-load",
     admission: str | Admission = "all",
     *,
-    scheduler_options: Mapping[str, object] | None = None,
-    admission_options: Mapping[str, object] | None = None,
     scheduler_views: Sequence[Request] | None = None,
-    pool: ClusterPool | None = None,
 ) -> ClusterRun:
     """Simulate ``requests``. Equal arguments give equal runs, with outcomes in the order after jitter.
 
     Args:
         requests: in order of arrival.
-        scheduler, admission: names, with options, or a factory and a rule.
+        scheduler, admission: names, or a factory and a rule.
         scheduler_views: the requests as schedulers see them; only without jitter.
-        pool: replaces the setup's pool; for a single run.
 
     Raises:
         InvalidInput: arrivals out of order, or an unknown name.
@@ -72,17 +69,9 @@ def run_cluster(
         before_s = request.at_s
     if scheduler_views is not None and (setup.jitter_s or len(scheduler_views) != len(arriving)):
         raise InvalidInput("scheduler_views: expected one per request, and jitter_s of 0")
-    rule = admission
-    if isinstance(rule, str):
-        rule = admission_named(rule, setup.slo, **(admission_options or {}))
-    factory = scheduler
-    if isinstance(factory, str):
-        name, options = factory, scheduler_options or {}
-
-        def factory(world: World) -> Scheduler:
-            return scheduler_named(name, world, **options)
-
-    return Simulation(setup, factory, rule, pool).run(arriving, scheduler_views)
+    rule = admission_named(admission, setup.slo) if isinstance(admission, str) else admission
+    factory: SchedulerFactory = partial(scheduler_named, scheduler) if isinstance(scheduler, str) else scheduler
+    return Simulation(setup, factory, rule).run(arriving, scheduler_views)
 
 
 # States of a request in ``Simulation``, and the event that starts each (``Job.over`` is the end of all paths):
@@ -101,11 +90,9 @@ def run_cluster(
 
 
 class Simulation:
-    def __init__(
-        self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission, pool: ClusterPool | None = None
-    ) -> None:
+    def __init__(self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission) -> None:
         self._setup, self._clock, self._gaps = setup, Clock(), Gaps()
-        self._pool = pool or pool_of(setup)
+        self._pool = pool_of(setup)
         listeners = Listeners(
             self._on_prefill_begin, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first
         )

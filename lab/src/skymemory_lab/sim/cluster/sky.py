@@ -38,9 +38,6 @@ class SkyPool(ClusterPool):
         offer = self.sky.offer(blocks.tolist(), self._now_s)
         return [] if offer is None else [offer]
 
-    def media(self) -> dict[str, Medium]:
-        return {**super().media(), SKY_TIER: Medium(SKY_TIER, self.sky.kv_bytes_per_s)}
-
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
     ) -> tuple[int, float]:

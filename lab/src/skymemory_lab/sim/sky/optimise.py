@@ -45,6 +45,18 @@ _SAME_S = 1e-5
 """Difference below which latencies count as equal; then the smaller window and fewer servers win."""
 
 
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """Settings to try, at ``times`` of an orbit. ``servers`` None: those of ``SERVERS`` that the shell has."""
+
+    accesses: Sequence[Access] = ("gateway", "hybrid")
+    strategies: Sequence[Strategy] = ("rotation_hop", "rotation", "cost", "hop")
+    servers: Sequence[int] | None = None
+    chunks_bytes: Sequence[int] = CHUNKS_BYTES
+    windows_bytes: Sequence[int] = WINDOWS_BYTES
+    times: int = TIMES
+
+
 class Choice(NamedTuple):
     access: Access
     strategy: Strategy
@@ -115,18 +127,13 @@ class Optimum:
     seen_share: float
 
 
-def grid(
-    preset: Preset,
-    accesses: Sequence[Access],
-    strategies: Sequence[Strategy],
-    servers: Sequence[int],
-    chunks_bytes: Sequence[int],
-    windows_bytes: Sequence[int],
-) -> Iterator[Choice]:
+def grid(preset: Preset, space: SearchSpace) -> Iterator[Choice]:
     """Yield the combinations; parked values (``hop``, ``baseline``) are for a host on board only."""
+    servers = space.servers or [number for number in SERVERS if number <= preset.torus.size]
     for number in servers:
         check_servers(number, preset.torus)
-    for access, strategy, number, chunk, window in product(accesses, strategies, servers, chunks_bytes, windows_bytes):
+    sizes = space.chunks_bytes, space.windows_bytes
+    for access, strategy, number, chunk, window in product(space.accesses, space.strategies, servers, *sizes):
         stays = strategy in ("hop", "baseline")
         if stays == (access == "onboard") and window >= chunk:
             yield Choice(access, strategy, number, chunk, window)
@@ -138,12 +145,7 @@ def optimise(
     load: RequestMix,
     *,
     mask_deg: float = DEFAULT_MASK_DEG,
-    accesses: Sequence[Access] = ("gateway", "hybrid"),
-    strategies: Sequence[Strategy] = ("rotation_hop", "rotation", "cost", "hop"),
-    servers: Sequence[int] | None = None,
-    chunks_bytes: Sequence[int] = CHUNKS_BYTES,
-    windows_bytes: Sequence[int] = WINDOWS_BYTES,
-    times: int = TIMES,
+    space: SearchSpace = SearchSpace(),
     report: Callable[[str], None] = lambda line: None,
 ) -> Optimum:
     """Return the best choice for this load and the preset's host.
@@ -152,10 +154,10 @@ def optimise(
         InvalidInput: nothing is ever in sight, more servers than satellites, an empty grid, or no setting carries the
             load.
     """
+    times = space.times
     if times < 4:
         raise InvalidInput(f"{times} times: expected at least 4, half of them to choose and half to judge")
-    numbers = servers or [number for number in SERVERS if number <= preset.torus.size]
-    choices = list(grid(preset, accesses, strategies, numbers, chunks_bytes, windows_bytes))
+    choices = list(grid(preset, space))
     if not choices:
         raise InvalidInput(
             "no setting to choose from: hop and baseline are for access onboard, the others for the ground"

@@ -176,7 +176,7 @@ def ways_of(
     wanted = preset.servers if servers is None else servers
     placement = Placement.of(placement_strategy, wanted, preset.torus, centre, slot_s, plane_s)
     own_orbits = preset.shell.torus.cells == preset.torus.cells
-    paths = _Paths(preset, exact_links and own_orbits)
+    paths = _Paths(preset, sight, access, exact_links and own_orbits)
     rows = []
     for at, time_s in enumerate(map(float, times_s)):
         moves = (0, 0) if track is None else track.moves(time_s)
@@ -186,12 +186,8 @@ def ways_of(
             (preset.torus.living(centre_now),) if access in ("onboard", "ideal") else sight.in_sight(centre_now, time_s)
         )
         if visible:
-            rows.append(
-                (
-                    time_s,
-                    *_row(sight, access, placement.locate_all(set_moves, moves), centre_now, visible, time_s, paths),
-                )
-            )
+            servers_now = placement.locate_all(set_moves, moves)
+            rows.append((time_s, *paths.row(servers_now, centre_now, visible, time_s)))
     if not rows:
         host = preset.host
         raise InvalidInput(
@@ -201,29 +197,6 @@ def ways_of(
         )
     times, one_way_s, hops, out_link, in_link, least_s = (np.array(column) for column in zip(*rows, strict=True))
     return Ways(access, times, one_way_s, hops, out_link, in_link, len(rows) / len(times_s), least_s)
-
-
-def _row(
-    sight: Sight,
-    access: Access,
-    servers: tuple[SatelliteId, ...],
-    centre: SatelliteId,
-    visible: tuple[SatelliteId, ...],
-    time_s: float,
-    paths: _Paths,
-) -> tuple[Floats, Integers, Integers, Integers, Floats]:
-    direct = set(servers) if access == "ideal" else set(visible) - {visible[0]} if access == "hybrid" else set()
-    gateway = visible[0]
-    one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
-    least_s = paths.least_s(gateway, servers, one_way_s)
-    if access != "onboard":
-        beam_s = sight.one_way_s(gateway, centre, time_s)
-        one_way_s, least_s = one_way_s + beam_s, least_s + beam_s
-    for at, satellite in enumerate(servers):
-        if satellite in direct:
-            one_way_s[at] = least_s[at] = sight.one_way_s(satellite, centre, time_s)
-            hops[at], out_link[at], in_link[at] = 0, _OWN, _OWN
-    return one_way_s, hops, out_link, in_link, least_s
 
 
 class _Path(NamedTuple):
@@ -237,11 +210,29 @@ class _Path(NamedTuple):
 
 
 class _Paths:
-    def __init__(self, preset: Preset, exact: bool) -> None:
+    def __init__(self, preset: Preset, sight: Sight, access: Access, exact: bool) -> None:
+        self._sight, self._access = sight, access
         self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
         self._known: dict[tuple[SatelliteId, SatelliteId], _Path] = {}
         self._least_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
         self._hops_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
+
+    def row(
+        self, servers: tuple[SatelliteId, ...], centre: SatelliteId, visible: tuple[SatelliteId, ...], time_s: float
+    ) -> tuple[Floats, Integers, Integers, Integers, Floats]:
+        """Return a row of ``Ways`` at ``time_s``, from ``visible`` satellites, of which the first is the gateway."""
+        sight, access, gateway = self._sight, self._access, visible[0]
+        direct = set(servers) if access == "ideal" else set(visible) - {gateway} if access == "hybrid" else set()
+        one_way_s, hops, out_link, in_link = self.from_gateway(gateway, servers, time_s)
+        least_s = self.least_s(gateway, servers, one_way_s)
+        if access != "onboard":
+            beam_s = sight.one_way_s(gateway, centre, time_s)
+            one_way_s, least_s = one_way_s + beam_s, least_s + beam_s
+        for at, satellite in enumerate(servers):
+            if satellite in direct:
+                one_way_s[at] = least_s[at] = sight.one_way_s(satellite, centre, time_s)
+                hops[at], out_link[at], in_link[at] = 0, _OWN, _OWN
+        return one_way_s, hops, out_link, in_link, least_s
 
     def _path(self, source: SatelliteId, target: SatelliteId) -> _Path:
         path = self._known.get((source, target))

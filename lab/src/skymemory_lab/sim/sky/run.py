@@ -31,7 +31,7 @@ from skymemory.files import write_output
 from skymemory.metrics import spread
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import Striping, ValueInfo
 from skymemory.protocol.clock import HANDED_OVER_S, STRATEGY_CODES
 from skymemory.reasons import LOST, Miss
 from skymemory.testbed.connect import clock_of, sky_of
@@ -290,9 +290,11 @@ class _ByMachines(_Run):
             self.failed_sets[Unserved.UNSEEN] += 1
             return
         placement, value = self.scenario.placement, self._value(operation.key, operation.value_bytes)
-        how = placement.chunk_bytes, self._code, placement.servers
         number, info = self._clients[operation.host].machine.put(
-            operation.key.to_bytes(32, "big", signed=True), value, *how, now_s
+            operation.key.to_bytes(32, "big", signed=True),
+            value,
+            Striping(placement.chunk_bytes, self._code, placement.servers),
+            now_s,
         )
         self._writing[operation.key] += 1
         self._begun[operation.host, number] = _Begun(operation, request, at, info, None, now_s)
