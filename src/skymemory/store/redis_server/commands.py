@@ -36,10 +36,8 @@ from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 from skymemory.store.redis_server import lifetimes, protocol
-from skymemory.store.redis_server.budget import ByteBudget, MemoryClaim
-from skymemory.store.redis_server.keys import MAX_PATTERN_BYTES, Key, client_key, pattern_of
 from skymemory.store.redis_server.budget import MemoryClaim, SharedBudget
-from skymemory.store.redis_server.keys import Key, client_key
+from skymemory.store.redis_server.keys import MAX_PATTERN_BYTES, Key, client_key, pattern_of
 from skymemory.store.redis_server.leases import Lease, Leases
 from skymemory.store.redis_server.lifetimes import MAX_GIVEN, Lifetimes, Options, options_of
 from skymemory.store.redis_server.protocol import LARGE_BYTES, Framed, Reply, Stranger, Word
