@@ -227,7 +227,6 @@ def test_a_misspelt_option_or_action_is_guessed(
     [
         "replay nowhere --url http://127.0.0.1:1",
         "reproduce mooncake --trace nowhere",
-        "demo conductor --cost nowhere",
         "prefetch nowhere",
         "kv put nowhere --store memory://",
         "fit --url http://127.0.0.1:1 --shape nowhere",
