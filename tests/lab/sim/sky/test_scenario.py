@@ -286,7 +286,7 @@ def test_links_of_a_run_are_as_long_as_those_of_processes(tmp_path: Path) -> Non
     for table in (made_of_element_sets(tmp_path), tomllib.loads(SMALL)):
         one = Scenario.of(table, folder=tmp_path)
         plan, shell, torus = one.plan, one.preset.shell, one.plan.torus
-        world, paths = VirtualConstellation(plan), physical._Paths(one.preset, exact=False)
+        world, paths = VirtualConstellation(plan), physical._Paths(one.preset, sight=None, access="gateway", exact=False)
         longer = 0
         for here in torus.satellites():
             for there in {*torus.neighbours(here)} - {here}:
@@ -311,7 +311,7 @@ def test_the_bound_holds_where_satellites_send_around_the_earth() -> None:
     shell = Shell(4, 24, 546e3, 97.6, model="j2", plane_offsets=(0.1, -0.2, 0.3, 0.0), plane_nodes_rad=nodes)
     torus, servers = shell.torus, (SatelliteId(3, 13), SatelliteId(0, 3), SatelliteId(1, 11))
     preset = Preset("uneven", "", shell, torus)
-    paths, gateway = physical._Paths(preset, exact=False), SatelliteId(1, 11)
+    paths, gateway = physical._Paths(preset, sight=None, access="gateway", exact=False), SatelliteId(1, 11)
     routed_s = paths.from_gateway(gateway, servers, 0.0)[0]
     least_s = paths.least_s(gateway, servers, routed_s)
     in_plane_s, over_s = shell.isl_one_way_s("slot"), [shell.plane_link_one_way_s(plane) for plane in range(4)]
