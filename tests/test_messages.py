@@ -226,7 +226,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Argumen
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_every_option_refuses_numbers_that_are_none_or_reads_finite_ones(kind: str) -> None:
     options = list(_options(command.build_parser()))
-    assert len(options) > 70
+    assert len(options) > 75
     for parser, action in options:
         try:
             read = parser._get_value(action, NUMBERS[kind])

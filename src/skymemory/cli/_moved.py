@@ -23,7 +23,7 @@ _MOVED: Mapping[str, str] = {
     "discover-prefill=picker.discover_prefill refresh=picker.refresh metrics-path=health.metrics_path "
     "fallbacks=picker.fallbacks block-tokens=prompts.block_tokens seed kv-events=picker.events_port "
     "kv-replay=picker.replay_port model=picker.model max-requests=picker.max_requests "
-    "max-streams=picker.max_streams max-body=limits.max_body tell-decisions=picker.tell_decisions state "
+    "max-streams=picker.max_streams max-body=limits.max_body tell_decisions=picker.tell_decisions state "
     "replicas=replicas.redis replica-keys=replicas.keys grace=drain tls-client-ca=picker.tls_client_ca "
     "envoy-listen=listen",
     "constellation up": _SKY,
