@@ -83,6 +83,7 @@ def quoted(value: object, most: int = 60) -> str:
     return f"{text[: most // 2]}…{text[-1]} ({size})"
 
 
+_LONGEST_NAME = 300
 _SEVERAL = re.compile(r"Multiple exceptions: ")
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
@@ -157,7 +158,8 @@ def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
 
 
 def cannot_read(what: object, error: OSError) -> str:
-    return f"cannot read {what}: {os_reason(error)}"
+    name = str(what)
+    return f"cannot read {name if len(name) <= _LONGEST_NAME else quoted(name)}: {os_reason(error)}"
 
 
 def missing_extra(what: str, packages: str, *extras: str) -> MissingExtra:

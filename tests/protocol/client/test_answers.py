@@ -72,7 +72,9 @@ class Conversation:
             self.machine.next_event() is None
             and not self.machine.datagrams_to_send(LATER_S)
             and [list(request.indices) for request in its] == [list(request.indices) for request in self.requests]
-            and all(not sum(request.operation.transfer.acknowledged) for request in its if request.operation.op is Op.SET)
+            and all(
+                not sum(request.operation.transfer.acknowledged) for request in its if request.operation.op is Op.SET
+            )
         )
 
 

@@ -286,7 +286,10 @@ def test_links_of_a_run_are_as_long_as_those_of_processes(tmp_path: Path) -> Non
     for table in (made_of_element_sets(tmp_path), tomllib.loads(SMALL)):
         one = Scenario.of(table, folder=tmp_path)
         plan, shell, torus = one.plan, one.preset.shell, one.plan.torus
-        world, paths = VirtualConstellation(plan), physical._Paths(one.preset, sight=None, access="gateway", exact=False)
+        world, paths = (
+            VirtualConstellation(plan),
+            physical._Paths(one.preset, sight=None, access="gateway", exact=False),
+        )
         longer = 0
         for here in torus.satellites():
             for there in {*torus.neighbours(here)} - {here}:
