@@ -19,7 +19,7 @@ def test_the_page_is_what_the_code_says() -> None:
     assert PAGE.read_text("utf-8") == page(), "run: python -m tools.settings_reference"
 
 
-@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), 5000 * "9", "", [], {}], ids=range(7))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 20 * "9", "", [], {}], ids=range(7))
 def test_every_key_refuses_values_that_are_none_or_reads_finite_ones(value: object) -> None:
     keys = [key for kind in (SkySettings, *SECTIONS.values(), *VERBS.values()) for key in known_keys(kind).items()]
     assert len(keys) > 85

@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 
 _SKY = (
     "tle shell skip_bad memory_per_satellite servers strategy links chunk eviction replacement sweep keys "
-    "host-at=ground.at host-path=ground.path mask=ground.mask gateway=ground.gateway loss=faults.loss "
-    "duplicate=faults.duplicate reorder=faults.reorder corrupt=faults.corrupt fault-seed=faults.seed"
+    "host-at=ground.at host-path=ground.path ground.mask ground.gateway faults.loss "
+    "faults.duplicate faults.reorder faults.corrupt fault-seed=faults.seed"
 )
 _LINKS = "lat lon mask up down isl server_time"
 _MOVED: Mapping[str, str] = {
-    "route": "elastic=[backends].elastic handover=disaggregation.handover split-from=disaggregation.split_from "
-    "sidecar=sidecar.engine prefillers=sidecar.prefillers block-tokens=prompts.block_tokens max-body=limits.max_body "
-    "max-in-flight=limits.max_in_flight max-waiting=limits.max_waiting drain admission=admission.rule "
-    "ttft=admission.ttft tbt=admission.tbt fair=admission.fair admission-option=admission.options "
+    "route": "[backends].elastic disaggregation.handover disaggregation.split_from "
+    "sidecar=sidecar.engine sidecar.prefillers prompts.block_tokens limits.max_body "
+    "limits.max_in_flight limits.max_waiting drain admission=admission.rule "
+    "admission.ttft admission.tbt admission.fair admission-option=admission.options "
     "queue=queue.max_requests cors-origin=cors.origins state log_requests",
-    "epp": "split-from=disaggregation.split_from endpoints=picker.endpoints apart=picker.apart "
-    "discover-prefill=picker.discover_prefill refresh=picker.refresh metrics-path=health.metrics_path "
-    "fallbacks=picker.fallbacks block-tokens=prompts.block_tokens seed kv-events=picker.events_port "
-    "kv-replay=picker.replay_port model=picker.model max-requests=picker.max_requests "
-    "max-streams=picker.max_streams max-body=limits.max_body tell_decisions=picker.tell_decisions state "
-    "replicas=replicas.redis replica-keys=replicas.keys grace=drain tls-client-ca=picker.tls_client_ca "
+    "epp": "disaggregation.split_from picker.endpoints picker.apart "
+    "picker.discover_prefill picker.refresh health.metrics_path "
+    "picker.fallbacks prompts.block_tokens seed kv-events=picker.events_port "
+    "kv-replay=picker.replay_port picker.model picker.max_requests "
+    "picker.max_streams limits.max_body picker.tell_decisions state "
+    "replicas=replicas.redis replica-keys=replicas.keys grace=drain picker.tls_client_ca "
     "envoy-listen=listen",
     "constellation up": _SKY,
     "constellation plan": _SKY,
@@ -62,8 +62,11 @@ _REPLACED: Mapping[str, Mapping[str, str]] = {
 
 def moved_keys(verb: str) -> dict[str, str]:
     """Return the key of each option of ``verb`` that went into its file."""
-    pairs = (word.partition("=") for word in _MOVED.get(verb, "").split())
-    return {f"--{name.replace('_', '-')}": key or name for name, _, key in pairs}
+    keys: dict[str, str] = {}
+    for word in _MOVED.get(verb, "").split():
+        option, _, key = word.rpartition("=")
+        keys[f"--{option or key.rpartition('.')[2].replace('_', '-')}"] = key
+    return keys
 
 
 def moved_hint(verb: str, words: Sequence[str]) -> str:
