@@ -118,9 +118,9 @@ def test_what_ends_is_started_again_after_growing_pauses(tmp_path: Path, monkeyp
 
 
 def test_one_that_does_not_hear_is_killed(tmp_path: Path) -> None:
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     running = Running(tmp_path, service("deaf", tmp_path, deaf))
-    until(lambda: running.supervisor.state.ready)
+    until(lambda: running.supervisor.state.ready and log_tail(tmp_path, "deaf"))
     assert running.end() and running.of("deaf").last_end == "killed by SIGKILL"
 
 
