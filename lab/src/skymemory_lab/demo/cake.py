@@ -118,6 +118,7 @@ class CakeRuns:
 PROMISED_S, QUICK_PROMISED_S = 50.0, 25.0
 _AIM_S, _QUICK_AIM_S = 2.0, 0.8
 _LEAST_S = 10.0
+_PLANNED_SHARE = 0.8
 _PROBE_S = 1.5
 _MOST_PROBES = 12
 _PREPARING = "storing the prompt and computing it alone"
@@ -134,7 +135,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
         runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
         probe_s = _probe(runs)
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
-    left_s = max(_LEAST_S, 0.9 * promised_s - progress.seconds)
+    left_s = max(_LEAST_S, _PLANNED_SHARE * promised_s - progress.seconds)
     tokens, ratios, seconds = plan_runs(probe_s, left_s, quick=args.quick, tokens=args.tokens)
     parts_s = _parts_s(probe_s, tokens, ratios, quick=args.quick)
     names = (_PREPARING, *map(_link, ratios))
