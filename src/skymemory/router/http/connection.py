@@ -312,6 +312,8 @@ class HttpConnection(asyncio.Protocol):
             self._parse_slices(memoryview(data), SLICE_BYTES)
         elif (unparsed := self._parse(data)) is not None:
             self._parse_slices(memoryview(unparsed), len(unparsed))
+        elif self._reading is not None:
+            self._hold_body()
 
     def _yield(self) -> None:
         if not self._yields and not self._transport.is_closing():
@@ -340,7 +342,9 @@ class HttpConnection(asyncio.Protocol):
                 self._rest = data
                 self._app.arriving.limit.change(self.holder, len(data))
                 self._yield()
-                return
+                break
+        if self._reading is not None:
+            self._hold_body()
 
     def _take_rest(self) -> memoryview:
         unparsed, self._rest = self._rest or memoryview(b""), None
@@ -388,9 +392,6 @@ class HttpConnection(asyncio.Protocol):
                 request.framing_bytes += len(data) - self._parsed_bytes
                 if request.framing_bytes > MAX_FRAMING_BYTES + CHUNK_FRAMING_BYTES * request.chunks:
                     self._refuse(_framing_too_long())
-                    return None
-            self._hold_body(request)
-            self._await_rest()
         return None
 
     # -- from the parser
@@ -534,9 +535,14 @@ class HttpConnection(asyncio.Protocol):
                 payer.turn_away(None, ApiError(408, "memory for requests is short, and this head came too slowly"))
         return True
 
-    def _hold_body(self, request: Incoming) -> None:
+    def _hold_body(self) -> None:
+        """Track the request that this turn's data did not complete."""
+        request = self._reading
+        if request is None or self._discarding:
+            return
         request.tracked = True
         self._app.arriving.track(request, request.holder, request.body_bytes, time.monotonic())
+        self._await_rest()
 
     def _hold_head(self, more_bytes: int) -> None:
         app = self._app

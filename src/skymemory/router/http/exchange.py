@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -141,8 +141,11 @@ class Exchanges:
 class ExchangeState(Enum):
     """State of a request. The client, timeouts and shutdown can end it in each; every end calls ``_finish``.
 
-    A transition that ``_NEXT`` lacks is a fault of the router, and ends this request alone (``_fault``).
+    A transition not in ``allowed`` is a fault of the router, and ends this request alone (``_fault``).
     """
+
+    allowed: tuple[ExchangeState, ...]
+    """States that may follow."""
 
     READING = "the prompt is read, in a thread if it takes long"
     QUEUED = "it waits for a server with room"
@@ -153,14 +156,12 @@ class ExchangeState(Enum):
 
 
 READING, QUEUED, ASKING, PAUSED, STREAMING, ENDED = ExchangeState
-_NEXT: Mapping[ExchangeState, Set[ExchangeState]] = {
-    READING: {QUEUED, ASKING, ENDED},
-    QUEUED: {ASKING, ENDED},
-    ASKING: {ASKING, PAUSED, QUEUED, STREAMING, ENDED},  # again at another server; queued again: all were busy
-    PAUSED: {PAUSED, ASKING, ENDED},  # again: the retry budget is empty
-    STREAMING: {ENDED},
-    ENDED: frozenset(),
-}
+READING.allowed = ASKING, QUEUED, ENDED
+QUEUED.allowed = ASKING, ENDED
+ASKING.allowed = STREAMING, ASKING, PAUSED, QUEUED, ENDED  # again at another server; queued again: all were busy
+PAUSED.allowed = PAUSED, ASKING, ENDED  # again: the retry budget is empty
+STREAMING.allowed = (ENDED,)
+ENDED.allowed = ()
 
 
 class Exchange(Attempts):
@@ -196,7 +197,7 @@ class Exchange(Attempts):
         self._sends = Sends(1 + of.settings.retries.most)
 
     def _enter(self, state: ExchangeState) -> None:
-        if state not in _NEXT[self._state]:
+        if state not in self._state.allowed:
             raise RuntimeError(f"a request cannot go from {self._state.name} to {state.name}")
         self._state = state
 

@@ -97,13 +97,6 @@ class UpstreamCall:
     sends: Sends
     connection: UpstreamConnection | None = None
 
-    def start(self) -> None:
-        connection = self.pool.take_idle()
-        if connection is not None:
-            self.send(connection, is_new=False)
-        else:
-            self.pool.connect(self)
-
     def connect(self) -> None:
         self.connection = None
         self.pool.connect(self)
@@ -221,7 +214,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _release(self, call: UpstreamCall) -> None:
         self._call = call.connection = call.receiver = None
-        self.resume()
+        if self._paused:
+            self.resume()
         self._pool.give_back(self)
 
     def eof_received(self) -> bool:
@@ -381,7 +375,11 @@ class Pool:
             sends: limit; None: once, and again after a failed kept connection.
         """
         call = UpstreamCall(self, receiver, head, body, has_body, sends or Sends(2))
-        call.start()
+        connection = self.take_idle()
+        if connection is not None:
+            call.send(connection, is_new=False)
+        else:
+            self.connect(call)
         return call
 
     def take_idle(self) -> UpstreamConnection | None:
@@ -397,7 +395,7 @@ class Pool:
         if self._closed or not connection.is_free:
             connection.close()
             return
-        if (call := self._next()) is not None:
+        if self._waiting and (call := self._next()) is not None:
             call.send(connection, is_new=False)
             return
         self._idle.append((monotonic(), connection))
