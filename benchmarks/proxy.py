@@ -224,6 +224,7 @@ def peers_python(folder: Path) -> Path | None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is stopped
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="fewer requests; the figures are rough")
@@ -267,6 +268,8 @@ def main() -> None:
         for number in range(rounds):
             if args.against:
                 start_pair()
+                for name, _ in pair:
+                    load(ways[name][1], WARM, 1000)
                 for case in CASES:  # their connections to engines open, too
                     for name, _ in pair:
                         load(ways[name][1], case, 4 * case.connections)

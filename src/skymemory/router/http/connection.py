@@ -387,11 +387,10 @@ class HttpConnection(asyncio.Protocol):
             if self._partial_bytes == head_bytes:
                 self._await_rest()
             self._hold_head(head_bytes)
-        elif (request := self._reading) is not None:
-            if request is before and request.is_chunked:
-                request.framing_bytes += len(data) - self._parsed_bytes
-                if request.framing_bytes > MAX_FRAMING_BYTES + CHUNK_FRAMING_BYTES * request.chunks:
-                    self._refuse(_framing_too_long())
+        elif (request := self._reading) is not None and request is before and request.is_chunked:
+            request.framing_bytes += len(data) - self._parsed_bytes
+            if request.framing_bytes > MAX_FRAMING_BYTES + CHUNK_FRAMING_BYTES * request.chunks:
+                self._refuse(_framing_too_long())
         return None
 
     # -- from the parser
