@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -94,13 +95,13 @@ CASES |= {Case(256, 1024): 2, Case(64, 1024, streams=True): 1}
 WARM = Case(8, 8192)
 
 
-def load(port: int, case: Case, requests: int) -> dict[str, float]:
+def load(port: int, case: Case, requests: int, way: str) -> dict[str, float]:
     asked = map(str, (port, case.connections, requests, case.body_bytes, SEED))
     command = [sys.executable, str(HERE / "_proxy_load.py"), *asked, *(["stream"] if case.streams else [])]
     pinned = ["taskset", "-c", REST_CORE, *command] if PINNED else command
-    done = subprocess.run(pinned, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(pinned, capture_output=True, text=True, timeout=660, check=False)
     if done.returncode:
-        raise SystemExit(f"the load generator failed at port {port}: {done.stderr[-2000:]}")
+        raise SystemExit(f"the load generator failed at {way}, port {port}, {case}: {done.stderr[-2000:]}")
     took: dict[str, float] = json.loads(done.stdout)
     return took
 
@@ -262,22 +263,22 @@ def main() -> None:
                 ways[name] = stack.enter_context(our_router(engines, *more))
         for name, (port, page, command_) in peer_commands(python, engines, folder).items():
             ways[name] = stack.enter_context(silent_router(port, page, *command_))
-        for _, port in ways.values():
-            load(port, WARM, 1000)
+        for name, (_, port) in ways.items():
+            load(port, WARM, 1000, name)
         measured: Measured = {name: {case: [] for case in CASES} for name in ways}
         for number in range(rounds):
             if args.against:
                 start_pair()
                 for name, _ in pair:
-                    load(ways[name][1], WARM, 1000)
+                    load(ways[name][1], WARM, 1000, name)
                 for case in CASES:  # their connections to engines open, too
                     for name, _ in pair:
-                        load(ways[name][1], case, 4 * case.connections)
+                        load(ways[name][1], case, 4 * case.connections, name)
             for case, times in CASES.items():
                 # Every second turn the other way round: what comes first meets another machine than what comes last.
                 for name, (pid, port) in list(ways.items())[:: -1 if number % 2 else 1]:
                     before_s = 0.0 if pid is None else processor_s(pid)
-                    took = load(port, case, times * requests)
+                    took = load(port, case, times * requests, name)
                     used_s = 0.0 if pid is None else processor_s(pid) - before_s
                     measured[name][case].append({**took, "processor": used_s / took["requests"]})
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
@@ -353,14 +354,16 @@ def case_of(row: dict[str, Any]) -> Case:
 
 
 def print_pairs(measured: Measured) -> None:
-    """This version over the other one, turn by turn: the median, and between which figures half of the turns lie."""
+    """This version over the other one, turn by turn: the geometric mean and its 95 % interval. One process of the same
+    program differs from the next by a tenth and more, so a median of few turns says little.
+    """
     table = []
     for case, ours in measured[OURS].items():
         line = [str(case)]
         for key in ("per_s", "p99", "processor"):
-            ratios = sorted(a[key] / b[key] for a, b in zip(ours, measured[BEFORE][case], strict=True))
-            first, last = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-            line.append(f"{statistics.median(ratios):.3f} ({first:.3f} to {last:.3f})")
+            logs = [math.log(a[key] / b[key]) for a, b in zip(ours, measured[BEFORE][case], strict=True)]
+            middle, half = statistics.mean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+            line.append(f"{math.exp(middle):.3f} ({math.exp(middle - half):.3f} to {math.exp(middle + half):.3f})")
         table.append(line)
     print_table("This version over the other", ["case", "per s", "p99", "processor"], table)
 

@@ -151,6 +151,11 @@ def test_no_request_is_left_to_the_garbage_collector(run: Run) -> None:
         assert running.complete(stream=True).status == 200
         assert running.complete(mock={"status": 400}).status == 400
         assert running.ask("POST", "/v1/completions", b"{").status == 400
+        assert running.ask("POST", "/v1/completions", b"{" * 2_000_000).status == 400, "read in a thread"
+        assert running.ask("POST", "/v1/completions", packed, {"Content-Encoding": "gzip"}).status == 400
+        assert running.complete(prompt="long " * 400_000).status == 200
+
+    packed = gzip.compress(b'{"prompt": [' + b"[1]," * 500_000 + b"[1]]}")
 
     def exchanges() -> int:
         return sum(isinstance(each, Exchange) for each in gc.get_objects())

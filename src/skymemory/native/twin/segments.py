@@ -209,6 +209,8 @@ def place_segments(data: Buffer, segment_bytes: int, landing: Landing) -> tuple[
     wrong header CRC or chunk number is corrupt; another operation, key, version or geometry is foreign; an arrived
     chunk is a duplicate, unread; a wrong payload CRC is corrupt.
     """
+    if not isinstance(landing, tuple) or len(landing) != 8:
+        raise TypeError("landing: expected a tuple of 8")
     key, chunks, chunk_bytes, value_bytes, value_crc, out, arrived, crcs = landing
     targets = [memoryview(buffer).cast("B") for buffer in (out[:2] if isinstance(out, tuple) else (out,))]
     flags, sums = (memoryview(buffer).cast("B") for buffer in (arrived, crcs))

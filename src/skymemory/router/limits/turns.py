@@ -34,7 +34,10 @@ class Turns:
                 loop.call_soon_threadsafe(self._pass_on)
 
         doing.add_done_callback(on_done)
-        return await asyncio.wrap_future(doing)
+        try:
+            return await asyncio.wrap_future(doing)
+        finally:
+            del doing  # its exception holds this frame: the cycle would keep the job's memory
 
     async def _wait(self, holder: Hashable, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_busy:
