@@ -212,6 +212,43 @@ class Incoming:
 
 
 class HttpConnection(asyncio.Protocol):
+    __slots__ = (
+        "_app",
+        "_current",
+        "_discarding",
+        "_has_end",
+        "_head_bytes",
+        "_headers",
+        "_in_head",
+        "_loop",
+        "_parsed_bytes",
+        "_parsed_chunks",
+        "_parser",
+        "_partial_bytes",
+        "_paused_reading",
+        "_pieces",
+        "_reading",
+        "_rest",
+        "_seat",
+        "_slice_bytes",
+        "_started",
+        "_target",
+        "_transport",
+        "_unread_by",
+        "_unread_bytes",
+        "_waiting",
+        "_yields",
+        "accepted",
+        "closing",
+        "deadline",
+        "full",
+        "holder",
+        "made",
+        "on_body",
+        "on_header",
+        "remote",
+    )
+
     def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
         self._app = app
         self._loop = loop
