@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import threading
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from tests.router.mock_engine import MockEngine
 
+from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import settings_from
 
@@ -26,6 +28,26 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline_s, "it did not come true"
         time.sleep(0.01)
+
+
+def assert_no_cycles(ask: Callable[[], None]) -> None:
+    """Assert that no request is left to the garbage collector, which looks for cycles seldom, since each look would
+    delay a request; until then they hold what clients sent.
+    """
+
+    def exchanges() -> int:
+        return sum(isinstance(each, Exchange) for each in gc.get_objects())
+
+    ask()
+    gc.collect()
+    gc.disable()
+    try:
+        before = exchanges()
+        for _ in range(5):
+            ask()
+        until(lambda: exchanges() <= before + 1)
+    finally:
+        gc.enable()
 
 
 try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.router.chat_engine import CHAT, ChatEngine
-from tests.router.running import Answer, Loop, Running, until
+from tests.router.running import Answer, Loop, Running, assert_no_cycles, until
 
 from skymemory.router.api_keys import new_key, with_key
 from skymemory.router.apis.translation import StreamTranslation, Translation
@@ -436,3 +436,17 @@ def test_what_engines_report_as_cached_is_counted(
     engine = door.scripted[0]
     until(lambda: door.metric("reported_cached_tokens_total", server="e0") == engine.cached_letters // 4)
     assert engine.cached_letters and door.metric("reported_prompt_tokens_total", server="e0") > 0
+
+
+@BOTH
+def test_no_request_of_them_is_left_to_the_garbage_collector(doors: Callable[..., Doors], has: frozenset[str]) -> None:
+    door = doors(has)
+
+    def ask() -> None:
+        for stream in (False, True):
+            assert door.message("hello", stream=stream).status == door.respond("hello", stream=stream).status == 200
+        assert door.message("hello " * 50_000).status == 200, "translated in a thread"
+        assert door.message(7).status == 400
+        assert has == ALL or door.respond([{"type": "image_file"}]).status == 400
+
+    assert_no_cycles(ask)

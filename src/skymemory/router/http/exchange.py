@@ -974,6 +974,8 @@ class Exchange(Attempts):
     def _finish(self) -> None:
         if self._state is ENDED:
             return
+        if self._state is ASKING and self._account is not None:  # nothing may have been sent, or it was not answered
+            self._of.backends.on_dropped(self, self._account.decision.server, time.monotonic())
         self._enter(ENDED)
         self.incoming.listener = None
         self.incoming.connection.deadline.clear()
@@ -988,6 +990,7 @@ class Exchange(Attempts):
             self._log.outcome = "failed"
             raise
         finally:
+            self._translated = None  # it refers to this object
             self._done(self.incoming, self._log)
             if self._of.room is not None:
                 self._of.room.poll()
