@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.router.http.pairs import PROMPT, bodies, books_are_closed, engine, release, sent, start
-from tests.router.running import Running, until
+from tests.router.running import Running, assert_no_cycles, until
 
 from skymemory.cli.main import build_parser
 from skymemory.cli.route import _flags
@@ -585,3 +585,20 @@ def test_the_answer_of_a_prefill_server_is_bounded(run: Run, monkeypatch: pytest
     engine(running, "p0").mock = {"body_bytes": 2000}
     assert running.complete().status == 200
     assert alone(running, "prefill-failed") == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, OVERLAP, {"queue": {"max_requests": 9}, "limits": {"max_waiting": 9}}],
+    ids=["after", "overlap", "queue"],
+)
+def test_no_request_of_two_steps_is_left_to_the_garbage_collector(run: Run, more: dict[str, Any]) -> None:
+    running = start(run, **more)
+
+    def ask() -> None:
+        for streamed in (False, True):
+            assert running.ask("POST", "/v1/completions", {**MODEL, "stream": streamed}).status == 200
+        assert running.ask("POST", "/v1/completions", {**MODEL, "mock": {"status": 422}}).status == 422
+        assert running.ask("POST", "/v1/completions", b"{" * 200_000).status == 400
+
+    assert_no_cycles(ask)
