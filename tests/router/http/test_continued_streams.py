@@ -276,6 +276,17 @@ def test_a_call_of_a_tool_or_what_is_no_text_is_not_continued(event: dict[str, A
     assert stream.add(data) == data and stream.prepare_rest() is None
 
 
+def test_after_its_last_event_nothing_remains_of_a_stream() -> None:
+    """The client has the end already, even if the connection breaks before the last chunk."""
+    from skymemory.router.prompts.continuation import DONE, Rest, StreamContinuation
+
+    event = {"choices": [{"index": 0, "text": "[DONE]", "finish_reason": None}]}
+    stream = StreamContinuation("/v1/completions", json.dumps(body_of("completion", 1)).encode())
+    data = f"data: {json.dumps(event)}\n\n".encode()
+    assert stream.add(data) == data and not stream.is_complete, "its text only looks like the end"
+    assert stream.add(DONE) == DONE and stream.is_complete and stream.prepare_rest() == Rest()
+
+
 def test_an_engine_that_is_not_known_to_continue_a_chat_is_not_asked(loop: Loop) -> None:
     """It would begin the answer again, and the client would get its first words twice."""
     running = story_router(loop, 2)

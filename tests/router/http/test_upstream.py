@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -291,3 +293,40 @@ def test_bytes_of_another_answer_behind_one_are_nobodys(behind: int) -> None:
             assert len(connections) == number + 1, "the connection is used again"
 
     against(serve, ask)
+
+
+@pytest.mark.parametrize("new_loop", new_loops())
+def test_a_fast_server_does_not_hold_up_the_others(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """A turn of the event loop takes what one read takes, however much waits."""
+    answer = bytes(4_000_000)
+    by_turn = [0]
+
+    class Counted(Asked):
+        def response_data(self, piece: bytes, at_end: bool) -> None:
+            by_turn[-1] += len(piece)
+            super().response_data(piece, at_end)
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer))
+            connection.sendall(answer)
+
+    async def ask(port: int) -> None:
+        pool = Pool(f"http://127.0.0.1:{port}", 2.0)
+        asked = Counted(pool)
+        await asked.first.wait()
+        time.sleep(0.3)
+        while not asked.over.done():
+            by_turn.append(0)
+            await asyncio.sleep(0)
+        assert len(await asked.over) == len(answer)
+        pool.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, asyncio.Runner(loop_factory=new_loop) as runner:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        runner.run(asyncio.wait_for(ask(listener.getsockname()[1]), 60))
+        server.join()
+    assert max(by_turn) <= 2 * 262_144

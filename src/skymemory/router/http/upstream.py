@@ -22,7 +22,7 @@ from skymemory import native
 from skymemory.errors import os_reason, refuses_connections
 from skymemory.router.failure.budget import Sends
 from skymemory.router.http.codings import CHUNKED, transfer_codings
-from skymemory.router.http.connection import Headers
+from skymemory.router.http.connection import YIELD_BYTES, Headers
 from skymemory.router.settings import Backend
 from skymemory.router.tls import Access, Authorities
 
@@ -137,7 +137,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason = b""
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
-        self._paused = False
+        self._paused = self._yields = False
         self.gone = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -170,6 +170,8 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             self.abort()  # data without a request
             return
+        if len(data) >= YIELD_BYTES:
+            self._yield()
         head_before = self._head
         self._begun = True
         try:
@@ -201,6 +203,18 @@ class UpstreamConnection(asyncio.Protocol):
             if self._call is not call:
                 return  # the receiver has cancelled it
         self._deliver(call, receiver)
+
+    def _yield(self) -> None:
+        """Read no more in this turn of the event loop, which would else read up to 8 MB from a fast server."""
+        if not self._yields and not self._paused and self._transport is not None:
+            self._yields = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._yields = False
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _deliver(self, call: UpstreamCall, receiver: Receiver) -> None:
         pieces, is_complete = self._pieces, self._ended

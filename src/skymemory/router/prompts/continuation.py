@@ -34,6 +34,7 @@ MAX_HELD_BYTES = 1 << 20
 MAX_TEXT_LETTERS = 1 << 20
 COMPACT_BYTES = 16_384
 DONE = b"data: [DONE]\n\n"
+_DONE_LINES = (b"data: [DONE]", b"data:[DONE]")
 
 _UNSET = (b"", b"null")
 _OFF = (*_UNSET, b"false")
@@ -137,7 +138,7 @@ class StreamContinuation:
         data = self._held + piece if self._held else piece
         self._held = b""
         if not at_end and not data.endswith(b"\n\n"):
-            at = max((end.end() for end in _EVENT_END.finditer(data)), default=0)
+            at = _last_end(data)
             data, self._held = data[:at], data[at:]
             if len(self._held) > MAX_HELD_BYTES:
                 self._is_over_long = self._cannot = True
@@ -146,7 +147,7 @@ class StreamContinuation:
             return b""
         if data.find(b'"error"') >= 0:  # `in` first tries whether it is a number, which takes five times as long
             data = self._before_failure(data)
-        self._is_done = self._is_done or data.find(b"[DONE]") >= 0
+        self._is_done = self._is_done or (data.find(b"[DONE]") >= 0 and _last_line(data) in _DONE_LINES)
         if self._is_continued:
             data = b"".join(self._of_one_stream(event) for event in _events(data))
         if not self._cannot:
@@ -169,12 +170,13 @@ class StreamContinuation:
         if self._fields is None:
             self._fields = fields_of(self._body) or {}
             self._cannot |= not _is_continuable(self._fields)
+        before = len(self._text)
         for event in _events(data):
             if self._cannot:
                 return
             if (json := _json_of(event)) is not None:
                 self._read_chunk(json)
-        self._text = ["".join(self._text)]
+        self._text[before:] = ["".join(self._text[before:])]
 
     def _read_chunk(self, json: bytes) -> None:
         try:
@@ -221,6 +223,8 @@ class StreamContinuation:
         """Return what remains; None: no other server can continue."""
         self._held = self.withheld = b""
         self.failure = ""
+        if self._is_done:
+            return Rest()
         self._read()
         fields = self._fields
         if self._cannot or not fields:
@@ -388,6 +392,19 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 def _compact(raw: bytes) -> bytes:
     return _SPACES.sub(lambda match: match[1] or b"", raw) if len(raw) < 100 else raw
+
+
+def _last_end(data: bytes) -> int:
+    """Return where the last complete event ends, or 0."""
+    return max(
+        (at + len(end) for end in (b"\n\n", b"\n\r\n") if (at := data.rfind(end)) >= 0),
+        default=0,
+    )
+
+
+def _last_line(data: bytes) -> bytes:
+    stripped = data.rstrip()
+    return stripped[stripped.rfind(b"\n") + 1 :]
 
 
 def _events(data: bytes) -> list[bytes]:
