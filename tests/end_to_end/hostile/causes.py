@@ -124,7 +124,16 @@ async def idle(attack: Attack) -> None:
 
 async def slow_readers(attack: Attack) -> None:
     """Answers of 50 MB, of which nothing is read."""
+    await unread(attack, attack.head("x-answer: 50000000\r\n") + BODY)
 
+
+async def slow_streams(attack: Attack) -> None:
+    """Streams of 50 MB, made as fast as they are taken, of which nothing is read."""
+    body = b'{"model": "m", "prompt": "hello", "max_tokens": 3, "stream": true}'
+    await unread(attack, attack.head("x-stream: 50000000\r\n", length=len(body)) + body)
+
+
+async def unread(attack: Attack, request: bytes) -> None:
     async def one(attack: Attack, number: int) -> str:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
@@ -132,7 +141,7 @@ async def slow_readers(attack: Attack) -> None:
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_connect(raw, ("127.0.0.1", attack.port))
-            await loop.sock_sendall(raw, attack.head("x-answer: 50000000\r\n") + BODY)
+            await loop.sock_sendall(raw, request)
             while True:
                 await asyncio.sleep(1.0)
                 with contextlib.suppress(BlockingIOError):
@@ -201,6 +210,7 @@ CAUSES = {
         half_heads,
         idle,
         slow_readers,
+        slow_streams,
         half_handshakes,
         flood,
         many_items,

@@ -3,7 +3,7 @@
 ``GET /script/MODE`` sets what an engine does with prompts: ``ok``, ``hang`` (it answers nothing, also no checks),
 ``500``, ``429``, ``503``. ``GET /script/counts`` says how many prompts it got and how often each ``x-id`` was among
 them. A prompt's headers: ``x-mode: close`` (the connection is closed without an answer), ``x-hold: SECONDS``,
-``x-answer: BYTES``.
+``x-answer: BYTES``, slowly, or ``x-stream: BYTES``, as fast as they are taken.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ USAGE = {"prompt_tokens": 200, "completion_tokens": 5, "total_tokens": 205}
 WHOLE = json.dumps(
     {"object": "text_completion", "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}], "usage": USAGE}
 ).encode()
+LONG_EVENT = b'data: {"choices": [{"index": 0, "text": "%b"}]}\n\n' % (b"w" * 8000)
 PIECE, PIECE_S = 65_536, 0.05
 """Of answers of a given size, and the pause after each."""
 
@@ -109,7 +110,13 @@ class Connection(asyncio.Protocol):
     async def _answer(self, headers: dict[str, str], streams: bool) -> None:
         await asyncio.sleep(float(headers.get("x-hold", TOOK_S)))
         write = self._transport.write
-        if size := int(headers.get("x-answer", 0)):
+        if size := int(headers.get("x-stream", 0)):
+            write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for _ in range(size // len(LONG_EVENT)):
+                await self._can_write.wait()
+                write(chunk(LONG_EVENT))
+            write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        elif size := int(headers.get("x-answer", 0)):
             write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % size)
             for at in range(0, size, PIECE):
                 await self._can_write.wait()

@@ -78,6 +78,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("engine answers 429", "the engine", mode="429"),
     Cause("every engine answers 503", "all, at once", mode="503", all_engines=True),
     Cause("100 slow readers", "the slowest reader", "slow_readers", 100),
+    Cause("40 slow readers of streams", "the slowest reader", "slow_streams", 40),
     Cause("2,000 half TLS handshakes", "the oldest handshake", "half_handshakes", 2000, tls=True, files=3072),
     Cause("256 files, 400 idle clients", "the longest idle", "idle", 400, files=256),
     Cause("16 KB that unpack to 4 million prompts", "the request", "many_items", 8),
