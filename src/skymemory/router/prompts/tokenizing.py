@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +40,7 @@ PIECE_LETTERS = 512
 MAX_CACHE_BYTES = 64 << 20
 MAX_PIECE_LETTERS = 65_536
 """Limit of a cached piece; a longer piece has no possible cut."""
+BATCH_LETTERS = 131_072
 _CUT = re.compile("[A-Za-z] ")
 _S, _W = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -100,8 +101,9 @@ class PieceCache:
         if missing:
             if most_new is not None and sum(len(pieces[index]) for index in missing) > most_new:
                 raise TooMuchNewText
-            for index, ids in zip(missing, self._encode([pieces[index] for index in missing]), strict=True):
-                token_lists[index] = _packed(ids)
+            for batch in _batches(missing, pieces):
+                for index, ids in zip(batch, self._encode([pieces[index] for index in batch]), strict=True):
+                    token_lists[index] = _packed(ids)
             self._keep(pieces, token_lists, salt)
         return b"".join(tokens for tokens in token_lists if tokens is not None)
 
@@ -175,6 +177,20 @@ def _stands_alone(added: Mapping[str, Any]) -> bool:
     """Return True if it is matched independently of the text around it, and never across a cut."""
     around = added.get("lstrip") or added.get("rstrip") or added.get("single_word")
     return not around and not _CUT.search(str(added.get("content", "")))
+
+
+def _batches(indices: Sequence[int], pieces: Sequence[str]) -> Iterator[list[int]]:
+    """Split what is encoded at once: the tokenizer takes about a hundred bytes per token until a call ends."""
+    batch: list[int] = []
+    letters = 0
+    for index in indices:
+        batch.append(index)
+        letters += len(pieces[index])
+        if letters >= BATCH_LETTERS:
+            yield batch
+            batch, letters = [], 0
+    if batch:
+        yield batch
 
 
 def _packed(ids: Sequence[int]) -> bytes:
