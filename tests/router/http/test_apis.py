@@ -450,3 +450,24 @@ def test_no_request_of_them_is_left_to_the_garbage_collector(doors: Callable[...
         assert has == ALL or door.respond([{"type": "image_file"}]).status == 400
 
     assert_no_cycles(ask)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("metadata", '{"a": ' + "9" * 4301 + "}", "`metadata` cannot be read: Integer value out of range"),
+        ("temperature", "1e400", "`temperature` cannot be read: Number out of range"),
+        ("max_output_tokens", "9" * 309, "`max_output_tokens` is not a whole number of at most 64 bits"),
+        ("max_output_tokens", '"many"', "`max_output_tokens` is not a whole number of at most 64 bits"),
+        ("input", "true", "`input` is neither: expected a text or a list of items"),
+    ],
+)
+@BOTH
+def test_what_cannot_be_read_is_named(
+    doors: Callable[..., Doors], has: frozenset[str], field: str, value: str, says: str
+) -> None:
+    body = f'{{"model": "small", "input": "hello", "{field}": {value}}}'
+    if field == "input":
+        body = f'{{"model": "small", "input": {value}}}'
+    answer = doors(has).ask("POST", RESPONSES, body.encode())
+    assert answer.status == 400 and says in answer.json["error"]["message"], answer.body

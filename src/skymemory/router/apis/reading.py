@@ -25,6 +25,13 @@ def reason_of(error: Exception, raw: bytes | memoryview) -> str:
     return words
 
 
+def is_whole(value: object) -> bool:
+    """Return True for an integer of 64 bits, which JSON may write as 16.0."""
+    if isinstance(value, float):
+        return value.is_integer() and -(2.0**63) <= value < 2.0**63
+    return isinstance(value, int) and -(2**63) <= value < 2**63
+
+
 def text_of(value: object, param: str) -> str:
     if value is None:
         refuse(param, "is missing: expected a text")

@@ -27,6 +27,7 @@ from skymemory.router.apis.reading import (
     Fields,
     function_tool,
     further,
+    is_whole,
     joined,
     list_of,
     object_of,
@@ -84,7 +85,10 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     """
     check(fields)
     body: dict[str, Any] = further(fields, _KNOWN)
-    body |= without_none(model=fields.get("model"), max_tokens=fields.get("max_output_tokens"))
+    limit = fields.get("max_output_tokens")
+    if limit is not None and not is_whole(limit):
+        refuse("max_output_tokens", "is not a whole number of at most 64 bits")
+    body |= without_none(model=fields.get("model"), max_tokens=limit)
     body["messages"] = _InputTurns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
@@ -190,7 +194,7 @@ class _InputTurns:
             for at, item in enumerate(given_input):
                 self._read_item(object_of(item, f"input[{at}]"), f"input[{at}]")
         else:
-            refuse("input", "is missing: expected a text or a list of items")
+            refuse("input", f"is {'missing' if given_input is None else 'neither'}: expected a text or a list of items")
         if not self._turns:
             refuse("input", "is an empty list")
         return self._turns

@@ -136,12 +136,18 @@ def read_fields(body: bytes) -> Fields:
     Raises:
         ApiError: 400, no JSON object.
     """
+    name = ""
+    fields: dict[str, Any] = {}
     try:
-        return {name: _decoded_in_pieces(value) for name, value in _fields.decode(body).items()}
+        for name, value in _fields.decode(body).items():
+            fields[name] = _decoded_in_pieces(value)
     except msgspec.ValidationError as error:
+        if name:  # a number that no type holds
+            raise ApiError(400, f"`{name}` cannot be read: {error}", name) from error
         raise ApiError(400, "the body is not a JSON object") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {reason_of(error, body)}") from error
+    return fields
 
 
 def _decoded_in_pieces(raw: msgspec.Raw) -> Any:
