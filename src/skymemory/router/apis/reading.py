@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from skymemory.router.api_error import ApiError
 
 Fields = Mapping[str, Any]
+WHOLE_LIMIT = 1 << 63
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _TAIL_BYTES = 24
 
@@ -25,11 +26,10 @@ def reason_of(error: Exception, raw: bytes | memoryview) -> str:
     return words
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int | float]:
     """Return True for an integer of 64 bits, which JSON may write as 16.0."""
-    if isinstance(value, float):
-        return value.is_integer() and -(2.0**63) <= value < 2.0**63
-    return isinstance(value, int) and -(2**63) <= value < 2**63
+    is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return is_integer and -WHOLE_LIMIT <= value < WHOLE_LIMIT  # type: ignore[operator]
 
 
 def text_of(value: object, param: str) -> str:

@@ -29,7 +29,7 @@ from skymemory.conductor.request import HEAD_BYTES, Prompt, Request, Slo
 from skymemory.errors import quoted
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import MOST_PRIORITY
-from skymemory.router.apis.reading import reason_of
+from skymemory.router.apis.reading import is_whole, reason_of
 from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, prompt_body
 from skymemory.router.prompts.item_limits import check_items
 from skymemory.router.settings import AdmissionSettings, Settings
@@ -45,7 +45,6 @@ BYTES_PER_TOKEN = 4
 MAX_NAME_LETTERS = 256
 TOKEN_BYTES = 4
 """Size of a hashed token: unsigned, little-endian."""
-WHOLE_LIMIT = 1 << 63
 MAX_OUTPUT_TOKENS = 1 << 24
 """Limit counted for an answer, so that sums do not lose small numbers."""
 MAX_ANSWERS, _ANSWERS_DIGITS = 1 << 20, 7
@@ -263,9 +262,9 @@ def whole_number(value: float | None, param: str) -> int | None:
     Raises:
         ApiError: 400, it is not whole, or has more than 64 bits.
     """
-    if value is None or (isinstance(value, int) and -WHOLE_LIMIT <= value < WHOLE_LIMIT):
-        return value
-    if isinstance(value, float) and value.is_integer() and -WHOLE_LIMIT <= value < WHOLE_LIMIT:
+    if value is None:
+        return None
+    if is_whole(value):
         return int(value)
     raise ApiError(400, f"`{param}` is {quoted(value)}; expected a whole number of at most 64 bits", param)
 
