@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.router.running import Running
 
 from skymemory.engine.inputs import small_model_folder
+from skymemory.router.prompts import tokenizing
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, token_bytes
 from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, PieceCache, PromptTokenizer, TooMuchNewText, can_cut
 from skymemory.router.settings import Prompts, Settings
@@ -153,6 +155,23 @@ def test_only_what_is_new_is_tokenized_and_only_for_whom_it_is_new() -> None:
     with pytest.raises(TooMuchNewText):
         pieces.tokens(text + " and quite another end", most_new=10)
     assert pieces.tokens(text, most_new=0)
+
+
+@pytest.mark.parametrize("cuts", [True, False], ids=["a place to cut", "none"])
+def test_no_call_of_the_tokenizer_is_long(monkeypatch: pytest.MonkeyPatch, cuts: bool) -> None:
+    monkeypatch.setattr(tokenizing, "BATCH_LETTERS", 64)
+    monkeypatch.setattr(tokenizing, "SLICE_LETTERS", 100)
+    sizes: list[int] = []
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        sizes.append(sum(map(len, texts)))
+        return [list(map(ord, text)) for text in texts]
+
+    cache = PieceCache(encode, cuts, piece_letters=8)
+    for text in ("word " * 100, "a" * 450 + " end", "好" * 305):
+        sizes.clear()
+        assert np.frombuffer(cache.tokens(text), "<u4").tolist() == list(map(ord, text))
+        assert sum(sizes) == len(text) and max(sizes) <= 200, sizes
 
 
 def test_what_is_kept_is_bounded_and_goes_by_use() -> None:

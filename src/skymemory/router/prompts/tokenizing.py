@@ -41,6 +41,9 @@ MAX_CACHE_BYTES = 64 << 20
 MAX_PIECE_LETTERS = 65_536
 """Limit of a cached piece; a longer piece has no possible cut."""
 BATCH_LETTERS = 131_072
+SLICE_LETTERS = 1 << 20
+"""Size of the slices of a piece without a possible cut: the tokenizer takes about a hundred bytes per letter. Tokens
+after a slice may differ from the engine's: the router then finds less of so long a prompt cached."""
 _CUT = re.compile("[A-Za-z] ")
 _S, _W = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -102,10 +105,17 @@ class PieceCache:
             if most_new is not None and sum(len(pieces[index]) for index in missing) > most_new:
                 raise TooMuchNewText
             for batch in _batches(missing, pieces):
-                for index, ids in zip(batch, self._encode([pieces[index] for index in batch]), strict=True):
-                    token_lists[index] = _packed(ids)
+                for index, tokens in zip(batch, self._encoded([pieces[index] for index in batch]), strict=True):
+                    token_lists[index] = tokens
             self._keep(pieces, token_lists, salt)
         return b"".join(tokens for tokens in token_lists if tokens is not None)
+
+    def _encoded(self, pieces: Sequence[str]) -> Iterator[bytes]:
+        for piece, ids in zip(pieces, self._encode([piece[:SLICE_LETTERS] for piece in pieces]), strict=True):
+            tokens = [_packed(ids)]
+            for at in range(SLICE_LETTERS, len(piece), SLICE_LETTERS):
+                tokens.append(_packed(self._encode([piece[at : at + SLICE_LETTERS]])[0]))
+            yield b"".join(tokens)
 
     def cut(self, text: str) -> list[str]:
         """Split ``text``; texts with a common beginning begin with the same pieces."""
@@ -244,7 +254,8 @@ class PromptTokenizer:
         if special and self._around is None:
             if most_new is not None and len(text) > most_new:
                 raise TooMuchNewText
-            return _packed(self.of_text(text))
+            rest = self._pieces.tokens(text[SLICE_LETTERS:], salt) if len(text) > SLICE_LETTERS else b""
+            return _packed(self.of_text(text[:SLICE_LETTERS])) + rest
         before, after = self._around if special and self._around is not None else (b"", b"")
         return before + self._pieces.tokens(text, salt, most_new) + after
 
