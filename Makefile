@@ -257,6 +257,7 @@ check: $(VENV)/.installed-dev ## style, types, who may import whom, the word lis
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.words
 	@$(BIN)/python -m tools.prose_figures --check
+	@$(BIN)/python -m tools.picture --check
 
 bench: $(VENV)/.installed-dev ## every table of docs/benchmarks
 	@for benchmark in benchmarks/[a-z]*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark"; done
