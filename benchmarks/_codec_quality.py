@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import ReadyModel
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.kv_cache import CacheSource
+from skymemory.engine.transformers.models import ReadyModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tools stand beside the benchmarks, not in the package
 from tools.small_model.corpus import held_out_documents

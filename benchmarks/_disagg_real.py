@@ -23,7 +23,7 @@ from _disagg_workload import AFTER, line_of, token_ids
 from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
 from skymemory.engine.inputs import small_model_folder
-from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama, train_tokenizer
+from skymemory.engine.transformers.models import TWO_SECOND_SHAPE, build_llama, train_tokenizer
 from skymemory_lab.demo.engines import own_engine, router, store_daemon, vllm_server
 from skymemory_lab.fitting import DecodeCell, Measurement, decode_cells
 from skymemory_lab.replay.client import Client, Target

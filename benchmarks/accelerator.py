@@ -28,9 +28,9 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from _bench import constellation, print_table, write_json
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.kv_cache import SkyCache
-from skymemory.engine.models import SMALL_SHAPE, TINYLLAMA_SHAPE, build_llama
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.kv_cache import SkyCache
+from skymemory.engine.transformers.models import SMALL_SHAPE, TINYLLAMA_SHAPE, build_llama
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sky.shared_index import SharedIndex

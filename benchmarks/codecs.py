@@ -22,11 +22,11 @@ import torch
 
 from _bench import print_table, write_json
 from _codec_quality import Quality, contexts, losses, quality, windows
-from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.inputs import shipped_document
-from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, ready_model, train_tokenizer
-from skymemory.engine.quantizers import codec_of
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.kv_cache import CacheSource
+from skymemory.engine.transformers.models import TINYLLAMA_SHAPE, build_llama, ready_model, train_tokenizer
+from skymemory.engine.transformers.quantizers import codec_of
 from skymemory.kv.block import KVLayout, to_float32
 from skymemory.kv.codec.base import measure
 

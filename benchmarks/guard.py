@@ -18,9 +18,9 @@ import torch
 
 from _bench import write_json
 from skymemory import KVCManager
-from skymemory.engine.identity import Care
-from skymemory.engine.kv_cache import SkyCache
-from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
+from skymemory.engine.transformers.identity import Care
+from skymemory.engine.transformers.kv_cache import SkyCache
+from skymemory.engine.transformers.models import TINYLLAMA_SHAPE, build_llama
 
 RUNS = 200
 PROMPT_TOKENS = 4096

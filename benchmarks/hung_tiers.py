@@ -27,8 +27,8 @@ from _bench import constellation, print_table, redis_server, write_json
 from skymemory.cache.patience import recompute_cost
 from skymemory.cache.tiers.store import TieredStore
 from skymemory.cache.tiers.tier import TierSettings
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.models import ready_model
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.models import ready_model
 from skymemory.store.base import LoadTicket, StoreTicket
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore

@@ -26,10 +26,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
 from _bench import constellation, median_s, print_table, redis_server, write_json
-from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.inputs import shipped_document
-from skymemory.engine.kv_cache import SkyCache
-from skymemory.engine.models import build_tinyllama, train_tokenizer
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.kv_cache import SkyCache
+from skymemory.engine.transformers.models import build_tinyllama, train_tokenizer
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.connect import expected_round_trip_s, store_of
 

@@ -37,7 +37,7 @@ from typing import Any
 
 from _bench import constellation, print_table, redis_server, write_json
 from skymemory.addresses import ListenAddress
-from skymemory.engine.models import TINYLLAMA_SHAPE
+from skymemory.engine.transformers.models import TINYLLAMA_SHAPE
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server.commands import Commands

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory import errors
 
 if TYPE_CHECKING:
-    from skymemory.engine.huggingface import KVCManager
+    from skymemory.engine.transformers.huggingface import KVCManager
     from skymemory.kv.context import CacheContext
     from skymemory.store.memory import MemoryStore
     from skymemory.store.named import NamedValues
@@ -22,7 +22,7 @@ __all__ = ["CacheContext", "KVCManager", "MemoryStore", "NamedValues", "errors",
 
 _HOME = {
     "CacheContext": "skymemory.kv.context",
-    "KVCManager": "skymemory.engine.huggingface",
+    "KVCManager": "skymemory.engine.transformers.huggingface",
     "MemoryStore": "skymemory.store.memory",
     "NamedValues": "skymemory.store.named",
     "open_store": "skymemory.testbed.open_store",

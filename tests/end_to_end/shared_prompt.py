@@ -13,7 +13,7 @@ import torch
 
 from skymemory import KVCManager, open_store
 from skymemory.engine.inputs import shipped_document
-from skymemory.engine.models import build_small, load_tokenizer, train_tokenizer
+from skymemory.engine.transformers.models import build_small, load_tokenizer, train_tokenizer
 
 _CHARACTERS, _NEW_TOKENS = 3000, 20
 

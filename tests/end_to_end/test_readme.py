@@ -97,7 +97,7 @@ def test_constellation_transformers_and_values(place: Path) -> None:
     try:
         script = "\n".join(
             [
-                "from skymemory.engine.models import ready_model",
+                "from skymemory.engine.transformers.models import ready_model",
                 "from skymemory.engine.inputs import shipped_document",
                 "ready = ready_model('small', dtype='float32')",
                 "model, tokenizer, prompt = ready.model, ready.tokenizer, shipped_document()[:1500]",

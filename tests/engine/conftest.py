@@ -28,7 +28,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from skymemory.engine.models import train_tokenizer
+    from skymemory.engine.transformers.models import train_tokenizer
 
     return train_tokenizer(1024)
 
@@ -42,7 +42,7 @@ def document() -> str:
 
 @pytest.fixture(scope="session")
 def model() -> Any:
-    from skymemory.engine.models import build_small
+    from skymemory.engine.transformers.models import build_small
 
     return build_small()
 

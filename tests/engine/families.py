@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from skymemory.engine.kv_cache import KNOWS_STATES
+from skymemory.engine.transformers.kv_cache import KNOWS_STATES
 
 WINDOW = 20
 """Of those with a window, where nothing else is said: longer than a block of the tests, and shorter than a prompt."""

@@ -17,7 +17,7 @@ from tests.engine.families import FAMILIES, REFUSED, build, known
 
 from skymemory import KVCManager
 from skymemory.engine.inputs import shipped_document
-from skymemory.engine.models import train_tokenizer
+from skymemory.engine.transformers.models import train_tokenizer
 from skymemory.errors import UnsupportedModel
 
 BLOCK = 8

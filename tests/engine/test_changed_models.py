@@ -16,8 +16,8 @@ from tests.engine.generation import BLOCK, manager  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
-from skymemory.engine.identity import Fingerprint  # noqa: E402
-from skymemory.engine.models import build_small  # noqa: E402
+from skymemory.engine.transformers.identity import Fingerprint  # noqa: E402
+from skymemory.engine.transformers.models import build_small  # noqa: E402
 from skymemory.errors import CacheMisuse, UnsupportedModel  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
@@ -341,7 +341,8 @@ def test_the_digest_is_the_same_in_every_process_and_wherever_it_was_loaded_from
     import sys
 
     script = (
-        "from skymemory.engine.models import build_small;from skymemory.engine.identity import Fingerprint;"
+        "from skymemory.engine.transformers.models import build_small;"
+        "from skymemory.engine.transformers.identity import Fingerprint;"
         "m = build_small();d = Fingerprint(m).digest();import sys;m.save_pretrained(sys.argv[1]);"
         "from transformers import AutoModelForCausalLM as A;"
         "print(d, Fingerprint(A.from_pretrained(sys.argv[1])).digest())"

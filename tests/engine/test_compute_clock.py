@@ -16,7 +16,7 @@ from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
 from skymemory.cache.patience import MIN_PATIENCE_S, PATIENCE_SHARE, ComputeRate  # noqa: E402
 from skymemory.cache.tiers.store import TieredStore  # noqa: E402
 from skymemory.cache.tiers.tier import TierSettings  # noqa: E402
-from skymemory.engine.guard import ComputeClock, estimated_token_s  # noqa: E402
+from skymemory.engine.transformers.guard import ComputeClock, estimated_token_s  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.impatient]

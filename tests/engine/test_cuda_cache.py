@@ -20,9 +20,9 @@ pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
-from skymemory.engine.huggingface import KVCManager  # noqa: E402
-from skymemory.engine.kv_cache import GroupRoom, LayerKind, _rooms, groups_of  # noqa: E402
-from skymemory.engine.models import SMALL_SHAPE, build_llama  # noqa: E402
+from skymemory.engine.transformers.huggingface import KVCManager  # noqa: E402
+from skymemory.engine.transformers.kv_cache import GroupRoom, LayerKind, _rooms, groups_of  # noqa: E402
+from skymemory.engine.transformers.models import SMALL_SHAPE, build_llama  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 from skymemory.store.base import LoadTicket  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402

@@ -22,7 +22,7 @@ from tests.store.real_redis import RedisServer  # noqa: E402
 from skymemory import open_store  # noqa: E402
 from skymemory.cli.main import main  # noqa: E402
 from skymemory.engine.doctor import Examination, examine  # noqa: E402
-from skymemory.engine.models import (  # noqa: E402
+from skymemory.engine.transformers.models import (  # noqa: E402
     build_small,
     train_tokenizer,
 )

@@ -13,7 +13,7 @@ from tests.engine.families import REFUSED, build, known  # noqa: E402
 from tests.engine.test_uses import ANNOUNCED  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.kv_cache import KNOWS_STATES  # noqa: E402
+from skymemory.engine.transformers.kv_cache import KNOWS_STATES  # noqa: E402
 from skymemory.errors import UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine

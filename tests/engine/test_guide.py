@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 from tests.engine.test_uses import ANNOUNCED, FIVE, TEMPLATE, seeing  # noqa: E402
 
-from skymemory.engine.models import (  # noqa: E402
+from skymemory.engine.transformers.models import (  # noqa: E402
     build_small,
     train_tokenizer,
 )

@@ -17,7 +17,7 @@ from tests.engine.generation import BLOCK, generate, manager  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.models import (  # noqa: E402
+from skymemory.engine.transformers.models import (  # noqa: E402
     build_small,
     train_tokenizer,
 )

@@ -15,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 from tests.engine.families import build  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.identity import model_identity, tokenizer_digest, weights_digest  # noqa: E402
-from skymemory.engine.models import build_small  # noqa: E402
-from skymemory.engine.probe import check_supported, probe_layout  # noqa: E402
-from skymemory.engine.releases import TRIED_TRANSFORMERS  # noqa: E402
+from skymemory.engine.transformers.identity import model_identity, tokenizer_digest, weights_digest  # noqa: E402
+from skymemory.engine.transformers.models import build_small  # noqa: E402
+from skymemory.engine.transformers.probe import check_supported, probe_layout  # noqa: E402
+from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS  # noqa: E402
 from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -59,7 +59,7 @@ def test_the_weights_digest_sees_names_and_shapes() -> None:
 
 
 def test_the_weights_digest_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.engine.identity._PIECE_BYTES", 1000)
+    monkeypatch.setattr("skymemory.engine.transformers.identity._PIECE_BYTES", 1000)
     assert weights_digest(build_small()) == weights_digest(build_small())
 
 
@@ -101,7 +101,7 @@ def test_the_tokenizer_digest_does_not_see_what_it_was_used_for_last(tokenizer: 
 
 
 def test_the_tokenizer_digest_sees_its_special_tokens(tokenizer: Any) -> None:
-    from skymemory.engine.models import train_tokenizer
+    from skymemory.engine.transformers.models import train_tokenizer
 
     again = train_tokenizer(1024)
     assert tokenizer_digest(again) == tokenizer_digest(tokenizer)

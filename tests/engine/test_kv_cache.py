@@ -14,7 +14,7 @@ from tests.contract.forked import in_child  # noqa: E402
 from tests.contract.rows import rows_of  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
-from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache  # noqa: E402
+from skymemory.engine.transformers.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 
 pytestmark = pytest.mark.engine

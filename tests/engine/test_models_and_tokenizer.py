@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from skymemory.engine.inputs import read_document, shipped_document  # noqa: E402
-from skymemory.engine.models import (  # noqa: E402  # noqa: E402
+from skymemory.engine.transformers.models import (  # noqa: E402  # noqa: E402
     SMALL_SHAPE,
     TINYLLAMA_SHAPE,
     build_llama,

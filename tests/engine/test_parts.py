@@ -20,7 +20,7 @@ from tests.engine.families import FAMILIES, build, known  # noqa: E402
 
 from skymemory import KVCManager, MemoryStore  # noqa: E402
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
-from skymemory.engine.kv_cache import (  # noqa: E402
+from skymemory.engine.transformers.kv_cache import (  # noqa: E402
     GroupRoom,
     RoomPool,
     Staging,
@@ -374,7 +374,7 @@ def test_by_the_way_of_a_device(name: str, there: bool, monkeypatch: pytest.Monk
             self._staging = Staging(rooms, layout)
             self.threads = 4
 
-    monkeypatch.setattr("skymemory.engine.kv_cache.GroupRoom", Staged)
+    monkeypatch.setattr("skymemory.engine.transformers.kv_cache.GroupRoom", Staged)
     model, ids, store = model_of(name, 20), prompt_of(99), MemoryStore()
     other = ids.clone()
     other[0, 50:] = prompt_of(49, seed=3)

@@ -13,10 +13,10 @@ pytest.importorskip("optimum.quanto")
 pytest.importorskip("hqq")
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine import quantizers  # noqa: E402
 from skymemory.engine.doctor import logit_distance, measure_logit_distance, next_token_logits  # noqa: E402
-from skymemory.engine.kv_cache import TORCH_DTYPES  # noqa: E402
-from skymemory.engine.quantizers import codec_of, readable_codecs  # noqa: E402
+from skymemory.engine.transformers import quantizers  # noqa: E402
+from skymemory.engine.transformers.kv_cache import TORCH_DTYPES  # noqa: E402
+from skymemory.engine.transformers.quantizers import codec_of, readable_codecs  # noqa: E402
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 from skymemory.kv.codec.base import measure  # noqa: E402

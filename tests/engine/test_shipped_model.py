@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from skymemory.engine.huggingface import KVCManager  # noqa: E402
 from skymemory.engine.inputs import MODEL_NAMES, check_model, shipped_document, small_model_folder  # noqa: E402
-from skymemory.engine.models import ReadyModel, ready_model  # noqa: E402
+from skymemory.engine.transformers.huggingface import KVCManager  # noqa: E402
+from skymemory.engine.transformers.models import ReadyModel, ready_model  # noqa: E402
 from skymemory.errors import InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from skymemory.cache.blocks import BlockCache, Part, Parts  # noqa: E402
-from skymemory.engine.kv_cache import CacheSource, Gathered, RoomPool, SkyCache, Staging  # noqa: E402
+from skymemory.engine.transformers.kv_cache import CacheSource, Gathered, RoomPool, SkyCache, Staging  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 from skymemory.kv.context import CacheContext  # noqa: E402
 from skymemory.store.base import Presence  # noqa: E402
@@ -28,7 +28,7 @@ LAYOUTS = [KVLayout(3, 2, 4, 8, "float32"), KVLayout(2, 3, 6, 4, "bfloat16"), KV
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
 def test_both_paths_move_the_same_bytes(layout: KVLayout, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.engine.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
+    monkeypatch.setattr("skymemory.engine.transformers.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
     draw = np.random.default_rng(1)
     blocks = [draw.bytes(layout.block_bytes) for _ in range(7)]
     tokens = len(blocks) * layout.block_tokens
@@ -52,7 +52,7 @@ def test_both_paths_move_the_same_bytes(layout: KVLayout, at_once: int, monkeypa
 def test_blocks_come_from_several_threads(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cake's workers place two chunks at a time, while the engine's thread has what came copied."""
     layout = KVLayout(2, 2, 4, 64, "float32")
-    monkeypatch.setattr("skymemory.engine.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
+    monkeypatch.setattr("skymemory.engine.transformers.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
     draw = np.random.default_rng(2)
     count, threads = 400, 4
     blocks = [draw.bytes(layout.block_bytes) for _ in range(count)]
@@ -122,7 +122,7 @@ def test_of_blocks_placed_at_the_same_time_those_before_a_damaged_one_count(wron
 def test_a_block_that_does_not_fit_leaves_its_tokens_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed instead: what is copied later must not be written over them."""
     layout = KVLayout(2, 2, 4, 8, "float32")
-    monkeypatch.setattr("skymemory.engine.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
+    monkeypatch.setattr("skymemory.engine.transformers.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
     cache = SkyCache(layout, 5 * layout.block_tokens, torch.device("cpu"), RoomPool())
     staging = Staging(cache.groups[0]._rooms, layout)
     draw = np.random.default_rng(4)
@@ -154,7 +154,7 @@ def test_a_flush_waits_for_what_is_being_copied(monkeypatch: pytest.MonkeyPatch)
         assert go.wait(60)
         copy(*args)  # type: ignore[call-overload]
 
-    monkeypatch.setattr("skymemory.engine.kv_cache.np.copyto", slow)
+    monkeypatch.setattr("skymemory.engine.transformers.kv_cache.np.copyto", slow)
     with ThreadPoolExecutor(2) as pool:
         placed = pool.submit(staging.place, 0, memoryview(block))
         assert begun.wait(60)

@@ -20,11 +20,11 @@ from tests.engine.families import build, known  # noqa: E402
 from tests.engine.generation import BLOCK, cake, manager  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.computed_tokens import ComputedTokens  # noqa: E402
 from skymemory.engine.doctor import examine  # noqa: E402
-from skymemory.engine.forward import cache_argument, cache_option  # noqa: E402
-from skymemory.engine.guard import BEYOND, DROPPED, UNSEEN, GuardHook  # noqa: E402
-from skymemory.engine.models import build_small, train_tokenizer  # noqa: E402
+from skymemory.engine.transformers.computed_tokens import ComputedTokens  # noqa: E402
+from skymemory.engine.transformers.forward import cache_argument, cache_option  # noqa: E402
+from skymemory.engine.transformers.guard import BEYOND, DROPPED, UNSEEN, GuardHook  # noqa: E402
+from skymemory.engine.transformers.models import build_small, train_tokenizer  # noqa: E402
 from skymemory.errors import CacheMisuse, UnsupportedModel  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 

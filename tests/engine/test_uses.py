@@ -23,9 +23,9 @@ from tests.engine.generation import BLOCK, manager  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.kv_cache import CacheSource, SkyCache  # noqa: E402
-from skymemory.engine.models import SMALL_SHAPE, build_llama, build_small  # noqa: E402
-from skymemory.engine.prompts import flat_ids, shared_prefix  # noqa: E402
+from skymemory.engine.transformers.kv_cache import CacheSource, SkyCache  # noqa: E402
+from skymemory.engine.transformers.models import SMALL_SHAPE, build_llama, build_small  # noqa: E402
+from skymemory.engine.transformers.prompts import flat_ids, shared_prefix  # noqa: E402
 from skymemory.errors import CacheMisuse, InvalidInput  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -252,7 +252,7 @@ def chatty() -> Any:
     """A tokenizer that begins every text with BOS, and has a chat template that does so, too."""
     from tokenizers.processors import TemplateProcessing
 
-    from skymemory.engine.models import train_tokenizer
+    from skymemory.engine.transformers.models import train_tokenizer
 
     tokenizer = train_tokenizer(1024)
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
@@ -1030,7 +1030,7 @@ def test_a_call_is_compared_in_a_few_steps_of_python(uneven: Any, kvc: KVCManage
     """Every token of an answer passes here: 600 calls are some 100 us, where one layer of a real model takes more."""
     import sys
 
-    from skymemory.engine.guard import Guard
+    from skymemory.engine.transformers.guard import Guard
 
     cache = kvc.get_cache_ids(torch.randint(3, 1000, (1, 64)))
     assert isinstance(cache, SkyCache) and isinstance(cache.guard, Guard)

@@ -43,6 +43,6 @@ def door(shared_door: Door) -> Door:
 @pytest.fixture(scope="session")
 def ready() -> Any:
     """The same model and tokenizer without an engine."""
-    from skymemory.engine.models import ready_model
+    from skymemory.engine.transformers.models import ready_model
 
     return ready_model("small", dtype="float32")

@@ -236,6 +236,6 @@ def test_a_later_unsupported_may_be_longer():
 
 
 def test_the_codecs_announced_are_those_there_are():
-    from skymemory.engine.quantizers import CODECS  # imports torch
+    from skymemory.engine.transformers.quantizers import CODECS  # imports torch
 
     assert sorted({codec.codec_id for codec in CODECS.values()}) == list(CODEC_IDS)

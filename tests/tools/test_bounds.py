@@ -42,7 +42,7 @@ def test_the_releases_of_transformers_are_said_in_one_way() -> None:
     pytest.importorskip("packaging")
     from packaging.requirements import Requirement
 
-    from skymemory.engine.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
+    from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
 
     (said,) = [one for one in bounds(PROJECT, "newest", ["hf"]) if one.startswith("transformers")]
     assert Requirement(said).specifier == Requirement(f"transformers{TRIED_TRANSFORMERS}").specifier

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging as transformers_logging
 
     from skymemory.engine.doctor import examine, open_in_time
-    from skymemory.engine.models import ready_model
+    from skymemory.engine.transformers.models import ready_model
     from skymemory.testbed.open_store import open_store
 
     transformers_logging.disable_progress_bar()

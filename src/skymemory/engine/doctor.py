@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from skymemory.engine.huggingface import KVCManager
-    from skymemory.engine.prompts import TokenIds
+    from skymemory.engine.transformers.huggingface import KVCManager
+    from skymemory.engine.transformers.prompts import TokenIds
 
 _BLOCKS = 3
 _MOST_PROBE_BYTES = 64 << 20
@@ -72,7 +72,7 @@ def examine(
 
     ``other``: the context of an examination elsewhere. ``options``: of ``KVCManager``.
     """
-    from skymemory.engine.huggingface import KVCManager
+    from skymemory.engine.transformers.huggingface import KVCManager
 
     try:
         kvc = KVCManager(model, tokenizer, store, **options)
@@ -155,9 +155,9 @@ def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
     import torch
     import transformers
 
-    from skymemory.engine.computed_tokens import ComputedTokens
-    from skymemory.engine.forward import cache_option
-    from skymemory.engine.releases import TRIED_TRANSFORMERS
+    from skymemory.engine.transformers.computed_tokens import ComputedTokens
+    from skymemory.engine.transformers.forward import cache_option
+    from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS
 
     ids = ids.to(kvc.model.device)
     cache = kvc.get_cache_ids(ids)
@@ -370,8 +370,8 @@ def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | N
     """Return the logits of the token after ``ids``; with ``kvc`` from a loaded prefix."""
     import torch
 
-    from skymemory.engine.forward import cache_option
-    from skymemory.engine.prompts import flat_ids
+    from skymemory.engine.transformers.forward import cache_option
+    from skymemory.engine.transformers.prompts import flat_ids
 
     tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
     cache = kvc.get_cache_ids(ids) if kvc is not None else None

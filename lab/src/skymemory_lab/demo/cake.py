@@ -18,10 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import SpeedEstimate
-from skymemory.engine.cake import OtherPrompts
-from skymemory.engine.forward import cache_option
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
+from skymemory.engine.transformers.cake import OtherPrompts
+from skymemory.engine.transformers.forward import cache_option
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.models import TWO_SECOND_SHAPE, build_llama
 from skymemory.progress import EVENT_INDENT, Progress
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited

@@ -46,7 +46,7 @@ def random_model(folder: Path, progress: Progress, *, windows: bool = False) -> 
     """
     from transformers.utils import logging as transformers_logging
 
-    from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, train_tokenizer
+    from skymemory.engine.transformers.models import TINYLLAMA_SHAPE, build_llama, train_tokenizer
 
     shape = "Gemma 3's shape, 6 of the 1B's 26 layers" if windows else "TinyLlama's shape, 6 of its 22 layers"
     progress.say(f"a model of {shape}, with random weights")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from skymemory.engine.identity import weights_digest
-from skymemory.engine.kv_cache import TORCH_DTYPES
-from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
+from skymemory.engine.transformers.identity import weights_digest
+from skymemory.engine.transformers.kv_cache import TORCH_DTYPES
+from skymemory.engine.transformers.models import TINYLLAMA_SHAPE, build_llama
 from skymemory_lab.demo.resources import free_memory_bytes, slowdown, usable_cores
 from skymemory_lab.demo.sizing import DTYPES, PROBED_TOKENS, ComputerSpeeds
 

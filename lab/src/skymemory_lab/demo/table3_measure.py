@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.engine.forward import cache_option
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.identity import weights_digest
-from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.layer_reports import LayerReports
-from skymemory.engine.models import ready_model, ready_tinyllama
-from skymemory.engine.quantizers import codec_of, one_thread
+from skymemory.engine.transformers.forward import cache_option
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.identity import weights_digest
+from skymemory.engine.transformers.kv_cache import CacheSource
+from skymemory.engine.transformers.layer_reports import LayerReports
+from skymemory.engine.transformers.models import ready_model, ready_tinyllama
+from skymemory.engine.transformers.quantizers import codec_of, one_thread
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.identity import weights_digest
-from skymemory.engine.kv_cache import SkyCache
+from skymemory.engine.transformers.huggingface import KVCManager
+from skymemory.engine.transformers.identity import weights_digest
+from skymemory.engine.transformers.kv_cache import SkyCache
 from skymemory.kv.block import BlockHash, Place, places_in
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore

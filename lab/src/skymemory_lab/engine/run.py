@@ -18,7 +18,7 @@ import torch
 from aiohttp import web
 
 from skymemory.addresses import format_address
-from skymemory.engine.models import ReadyModel, ready_model
+from skymemory.engine.transformers.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.forks import interrupts_held
 from skymemory.progress import Progress

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.engine.forward import cache_option, forward_options
-from skymemory.engine.models import ReadyModel
+from skymemory.engine.transformers.forward import cache_option, forward_options
+from skymemory.engine.transformers.models import ReadyModel
 from skymemory.errors import SkyMemoryError
 from skymemory_lab.engine.caches import OpenPrompt, PrefixCaches
 from skymemory_lab.engine.generation import Generation, Sampler, Step, TextStream, TokenLogprob

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from skymemory.engine.kv_cache import SkyCache
+from skymemory.engine.transformers.kv_cache import SkyCache
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names of the argument, newest first."""

@@ -23,10 +23,16 @@ import transformers
 from transformers import PreTrainedModel
 
 from skymemory.cache.patience import ComputeRate
-from skymemory.engine.forward import at_positions, cache_argument, cache_option, find_cache, forward_options
-from skymemory.engine.identity import Care
-from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.releases import TRIED_TRANSFORMERS
+from skymemory.engine.transformers.forward import (
+    at_positions,
+    cache_argument,
+    cache_option,
+    find_cache,
+    forward_options,
+)
+from skymemory.engine.transformers.identity import Care
+from skymemory.engine.transformers.kv_cache import SkyCache, Tokens
+from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS
 from skymemory.errors import CacheMisuse
 from skymemory.kv.context import CacheContext
 from skymemory.metrics import Counters

@@ -27,8 +27,8 @@ import torch
 import transformers
 
 from skymemory.cache.blocks import BlockSink, LoadResult
-from skymemory.engine.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
-from skymemory.engine.states import States, forget, repeat
+from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
+from skymemory.engine.transformers.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
 from skymemory.installation import install_command
 from skymemory.kv.block import KVLayout

@@ -22,9 +22,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PretrainedConfig
 
-from skymemory.engine.kv_cache import LayerGroup, groups_of
-from skymemory.engine.probe import check_goes_on, check_supported, kinds_of, probe_layout
-from skymemory.engine.states import States
+from skymemory.engine.transformers.kv_cache import LayerGroup, groups_of
+from skymemory.engine.transformers.probe import check_goes_on, check_supported, kinds_of, probe_layout
+from skymemory.engine.transformers.states import States
 from skymemory.errors import UnsupportedModel
 from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
@@ -209,7 +209,7 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
 }
 """Attributes that do not affect what a module computes."""
 
-_HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.layer_reports"}
+_HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.transformers.layer_reports"}
 """Modules whose hooks change nothing; those of transformers stay after hidden states were requested."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}

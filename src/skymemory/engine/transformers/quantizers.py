@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skymemory.engine.kv_cache import TORCH_DTYPES
+from skymemory.engine.transformers.kv_cache import TORCH_DTYPES
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket
 from skymemory.installation import install_command
 from skymemory.kv.block import KVLayout

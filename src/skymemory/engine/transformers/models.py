@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from skymemory.engine.inputs import MODEL_NAMES, check_model_folder, is_model_name, shipped_document, small_model_folder
-from skymemory.engine.kv_cache import TORCH_DTYPES
+from skymemory.engine.transformers.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
 from skymemory.progress import Report, ignore
 from skymemory.units import format_size

@@ -13,12 +13,20 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from skymemory.engine.computed_tokens import ComputedTokens
-from skymemory.engine.forward import at_positions, cache_option, forward_options
-from skymemory.engine.kv_cache import LAYERS, CacheSource, Guarding, LayerKind, RoomPool, SkyCache, groups_of
-from skymemory.engine.prompts import media_tokens
-from skymemory.engine.releases import TRIED_TRANSFORMERS
-from skymemory.engine.states import States
+from skymemory.engine.transformers.computed_tokens import ComputedTokens
+from skymemory.engine.transformers.forward import at_positions, cache_option, forward_options
+from skymemory.engine.transformers.kv_cache import (
+    LAYERS,
+    CacheSource,
+    Guarding,
+    LayerKind,
+    RoomPool,
+    SkyCache,
+    groups_of,
+)
+from skymemory.engine.transformers.prompts import media_tokens
+from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS
+from skymemory.engine.transformers.states import States
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.block import ITEM_BYTES, KVLayout
 from skymemory.kv.context import CacheContext

@@ -24,14 +24,14 @@ from transformers.cache_utils import Cache
 from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, PhaseClock, Saved, StoreResult
 from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
 from skymemory.cache.patience import ComputeRate
-from skymemory.engine.cake import CakePrefill
-from skymemory.engine.computed_tokens import ComputedTokens
-from skymemory.engine.forward import at_positions, cache_option, forward_options
-from skymemory.engine.guard import ComputeClock, Guard, GuardHook
-from skymemory.engine.identity import Identity, tokenizer_digest
-from skymemory.engine.kv_cache import TORCH_DTYPES, CacheSource, RoomPool, SkyCache, Tokens
-from skymemory.engine.probe import check_hits
-from skymemory.engine.prompts import (
+from skymemory.engine.transformers.cake import CakePrefill
+from skymemory.engine.transformers.computed_tokens import ComputedTokens
+from skymemory.engine.transformers.forward import at_positions, cache_option, forward_options
+from skymemory.engine.transformers.guard import ComputeClock, Guard, GuardHook
+from skymemory.engine.transformers.identity import Identity, tokenizer_digest
+from skymemory.engine.transformers.kv_cache import TORCH_DTYPES, CacheSource, RoomPool, SkyCache, Tokens
+from skymemory.engine.transformers.probe import check_hits
+from skymemory.engine.transformers.prompts import (
     Prompt,
     TokenIds,
     flat_ids,
@@ -39,8 +39,8 @@ from skymemory.engine.prompts import (
     prompt_ids,
     shared_prefix,
 )
-from skymemory.engine.quantizers import codec_of, of_layers, readable_codecs
-from skymemory.engine.states import StoredStates
+from skymemory.engine.transformers.quantizers import codec_of, of_layers, readable_codecs
+from skymemory.engine.transformers.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
 from skymemory.kv.block import KVLayout

@@ -15,9 +15,9 @@ from skymemory.cache.blocks import LoadResult
 from skymemory.cache.cake.cake import Cake, Sides
 from skymemory.cache.cake.scheduler import ComputeStep
 from skymemory.cache.cake.session import LoadingSession
-from skymemory.engine.forward import at_positions, cache_option, forward_options
-from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.prompts import TokenIds, flat_ids
+from skymemory.engine.transformers.forward import at_positions, cache_option, forward_options
+from skymemory.engine.transformers.kv_cache import SkyCache, Tokens
+from skymemory.engine.transformers.prompts import TokenIds, flat_ids
 from skymemory.errors import InvalidInput
 
 _NOTHING_TO_DO_S = 0.005

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.engine.kv_cache import Tokens
+from skymemory.engine.transformers.kv_cache import Tokens
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
