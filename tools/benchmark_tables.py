@@ -875,7 +875,34 @@ def _copies() -> str:
     )
 
 
+def _seeded_faults() -> str:
+    """By folder: the package's own, and what lies beside the package."""
+    folders: dict[str, list[Row]] = {}
+    for outcome in json.loads((FOLDER / "mutants.json").read_text("utf-8"))["outcomes"]:
+        parts = Path(outcome["file"]).parent.parts
+        folders.setdefault("/".join(parts[2:4] if parts[0] == "src" else parts[:2]) or "skymemory", []).append(outcome)
+    lines = [["folder", "faults", "survive"]]
+    for folder, outcomes in sorted(folders.items()):
+        survivors = [outcome["name"] for outcome in outcomes if outcome["verdict"] == "survives"]
+        lines.append([f"`{folder}`", str(len(outcomes)), "; ".join(survivors) or "0"])
+    return table(lines)
+
+
+def _overload() -> str:
+    runs: list[Row] = json.loads((FOLDER / "overload.json").read_text("utf-8"))
+    lines = [["cause", "runs", "answer, at least", "hits, at least", "reads", "processor", "wrong", "hold"]]
+    for cause in dict.fromkeys(run["cause"] for run in runs):
+        its = [run for run in runs if run["cause"] == cause]
+        cores = [run["cores"] for run in its]
+        least = [f"{min(run[key] for run in its):.0%}" for key in ("answer", "hits")]
+        reads, wrong, hold = (str(sum(run[key] for run in its)) for key in ("reads", "wrong", "holds"))
+        lines.append([cause, str(len(its)), *least, reads, f"{min(cores):.2f} to {max(cores):.2f} ×", wrong, hold])
+    return table(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "seeded faults": _seeded_faults,
+    "overload": _overload,
     "time to first token": _ttft("ttft"),
     "time to first token, second": _ttft("ttft_xeon"),
     "accelerator": _accelerator,
