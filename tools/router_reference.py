@@ -35,6 +35,7 @@ from skymemory.router.limits.held_bytes import PROGRESS_BYTES, SLOW_S
 from skymemory.router.limits.rates import GRACE_S
 from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.metrics import OUTCOMES, ProxyMetrics
+from skymemory.router.prompts.continuation import MAX_KEPT_BYTES, MAX_TEXT_BYTES
 from skymemory.router.prompts.item_limits import (
     MAX_FIELDS,
     MAX_LISTS,
@@ -116,6 +117,12 @@ def _limits() -> str:
             _size(MAX_UNREAD_BYTES),
             "likewise: the client that has not read for longest",
             "closed",
+        ),
+        (
+            "texts of streams that another server could go on with",
+            f"{_size(MAX_KEPT_BYTES)}; {_size(MAX_TEXT_BYTES)} of each",
+            "the stream whose text finds no room",
+            "it ends where its server fails",
         ),
         (
             "requests in flight: `max_in_flight`",

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from tests.router.mock_engine import MockEngine
 
+from skymemory.router.http.connection import HttpConnection
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.server import ProxyServer
+from skymemory.router.http.upstream import UpstreamConnection
 from skymemory.router.settings import settings_from
 
 T = TypeVar("T")
@@ -31,21 +33,22 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def assert_no_cycles(ask: Callable[[], None]) -> None:
-    """Assert that no request is left to the garbage collector, which looks for cycles seldom, since each look would
-    delay a request; until then they hold what clients sent.
+    """Assert that no request or connection is left to the garbage collector, which looks for cycles seldom, since each
+    look would delay a request; until then they hold what clients sent, and the buffers of TLS.
     """
 
-    def exchanges() -> int:
-        return sum(issubclass(type(each), Exchange) for each in gc.get_objects())
+    def number(kind: type) -> int:
+        return sum(issubclass(type(each), kind) for each in gc.get_objects())
 
+    kinds = Exchange, HttpConnection, UpstreamConnection
     ask()
     gc.collect()
     gc.disable()
     try:
-        before = exchanges()
+        before = [number(kind) for kind in kinds]
         for _ in range(5):
             ask()
-        until(lambda: exchanges() <= before + 1)
+        until(lambda: all(number(kind) <= count + 1 for kind, count in zip(kinds, before, strict=True)))
     finally:
         gc.enable()
 

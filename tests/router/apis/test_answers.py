@@ -27,6 +27,13 @@ def test_messages_without_a_limit_are_refused() -> None:
     Translation(COUNT_TOKENS, b'{"model":"m","messages":[{"role":"user","content":"x"}]}')
 
 
+def test_a_count_without_usage_is_no_count() -> None:
+    answer = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
+    with pytest.raises(UnreadableAnswer, match="no usage"):
+        messages.count(answer)
+    assert messages.count({**answer, "usage": {"prompt_tokens": 7}}) == {"input_tokens": 7}
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_no_choice_is_no_answer(api: ModuleType) -> None:
     with pytest.raises(UnreadableAnswer, match="`choices` is empty"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.router.http.test_waiting_room import Asking, prompts, waiting
-from tests.router.running import PATIENCE_S, Running, until
+from tests.router.running import PATIENCE_S, Running, assert_no_cycles, until
 
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
@@ -339,6 +339,38 @@ def test_a_certificate_whose_key_comes_later_is_taken_up(tmp_path: Path, monkeyp
 
     ended, came = asyncio.run(both())
     assert came and ended == 0
+
+
+def test_no_connection_over_tls_is_left_to_the_garbage_collector(run: Run, tmp_path: Path) -> None:
+    chain, key = certificate(tmp_path, "a")
+    running = run(engines=1, door={"tls_cert": str(chain), "tls_key": str(key)})
+    context = ssl.create_default_context(cafile=str(chain))
+
+    def ask() -> None:
+        for body in (b'{"prompt": "x"}', b"{"):
+            connection = http.client.HTTPSConnection("localhost", running.port, timeout=PATIENCE_S, context=context)
+            connection.request("POST", "/v1/completions", body)
+            connection.getresponse().read()
+            connection.close()
+        with socket.create_connection(("localhost", running.port), PATIENCE_S) as raw:
+            raw.sendall(b"\x16\x03\x01\x02\x00\x01")
+        with socket.create_connection(("localhost", running.port), PATIENCE_S) as raw:
+            tls = context.wrap_socket(raw, server_hostname="localhost")
+            tls.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx")
+            tls.close()
+
+    assert_no_cycles(ask)
+
+
+def test_keys_of_two_tenants_are_refused(run: Run, keys: Path) -> None:
+    running = run(engines=1, door={"api_keys": str(keys)})
+    for name, prefix in (("Authorization", "Bearer "), ("x-api-key", "")):
+        with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
+            lines = "".join(f"{name}: {prefix}{key}\r\n" for key in (GOLD, IRON))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: 15\r\n\r\n"
+            raw.sendall(head.encode() + b'{"prompt": "x"}')
+            assert raw.recv(1000).startswith(b"HTTP/1.1 400")
+    assert not running.engines[0].seen
 
 
 def test_a_large_body_passes_over_tls(run: Run, tmp_path: Path) -> None:

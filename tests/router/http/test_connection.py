@@ -119,6 +119,19 @@ HOSTILE = {
     "a space behind the version": POST.replace(b"1.1\r\n", b"1.1 \r\n") + LENGTH + b"\r\n" + BODY,
     "two hosts": POST + b"Host: y\r\n" + LENGTH + b"\r\n" + BODY,
     "no host": POST.replace(b"Host: x\r\n", b"") + LENGTH + b"\r\n" + BODY,
+    **{
+        f"a host {what}": POST.replace(b"x", host, 1) + LENGTH + b"\r\n" + BODY
+        for what, host in {
+            "of two words": b"a b",
+            "with a path": b"a/b",
+            "with a user": b"me@x",
+            "with half a bracket": b"[::1",
+            "with a name for a port": b"x:http",
+            "with a long port": b"x:123456",
+            "with half an escape": b"x%2",
+        }.items()
+    },
+    "another server's user": POST.replace(b"/v1", b"http://me@x/v1") + LENGTH + b"\r\n" + BODY,
     "a path that is none": POST.replace(b"/v1/completions", b"*") + LENGTH + b"\r\n" + BODY,
     "a fragment": POST.replace(b"completions", b"completions#a") + LENGTH + b"\r\n" + BODY,
     "a small method": POST.replace(b"POST", b"post") + LENGTH + b"\r\n" + BODY,

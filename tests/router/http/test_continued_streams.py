@@ -14,6 +14,16 @@ from tests.router.http import pairs
 from tests.router.running import PATIENCE_S, Loop, Running, until
 from tests.router.story_engine import StoryEngine
 
+from skymemory.router.limits.shares import SharedLimit
+from skymemory.router.prompts.continuation import (
+    DONE,
+    MAX_KEPT_BYTES,
+    MAX_TEXT_BYTES,
+    KeptText,
+    Rest,
+    StreamContinuation,
+)
+
 PROMPT = " once; there; was;\n a;"
 LENGTHS = {"max_tokens": 14}
 
@@ -244,8 +254,6 @@ def test_an_error_of_the_engine_is_passed_on_where_the_stream_cannot_go_on(runni
 
 
 def test_token_ids_are_not_continued_without_a_tokenizer(running: Running, stories: Plan) -> None:
-    from skymemory.router.prompts.continuation import StreamContinuation
-
     chunk = b'data: {"id": "a", "choices": [{"index": 0, "text": " x;", "finish_reason": null}]}\n\n'
     body = b'{"prompt": [1, 2], "max_tokens": 9, "stream": true}'
     without = StreamContinuation("/v1/completions", body)
@@ -269,17 +277,58 @@ def test_token_ids_are_not_continued_without_a_tokenizer(running: Running, stori
     ],
 )
 def test_a_call_of_a_tool_or_what_is_no_text_is_not_continued(event: dict[str, Any]) -> None:
-    from skymemory.router.prompts.continuation import StreamContinuation
-
     stream = StreamContinuation("/v1/chat/completions", json.dumps(body_of("chat", 1, tools=[{}])).encode())
     data = f"data: {json.dumps(event)}\n\n".encode()
     assert stream.add(data) == data and stream.prepare_rest() is None
 
 
+def chat_event(text: str, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": {"content": text, **more}, "finish_reason": None}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+@pytest.mark.parametrize("letter", ["a", "好", "🛰"])
+def test_the_memory_of_texts_is_bounded(letter: str) -> None:
+    """A stream has a megabyte, a holder its share; who has no room is not continued, and gives back what it had."""
+    limit = SharedLimit(MAX_KEPT_BYTES)
+    body = json.dumps(body_of("chat", 1)).encode()
+    kept = KeptText(limit, "a")
+    stream = StreamContinuation("/v1/chat/completions", body, None, kept)
+    while limit.held or not stream.is_complete:
+        before = limit.held
+        stream.add(chat_event(letter * 10_000))
+        assert limit.held <= MAX_TEXT_BYTES + 50_000
+    assert before > MAX_TEXT_BYTES / 2 and stream.prepare_rest() is None
+    few = SharedLimit(100_000)
+    texts = [KeptText(few, f"client {number}") for number in range(40)]
+    had_room = [text.add(letter * 5_000) for text in texts]
+    assert not all(had_room) and few.held <= few.most
+    for text in texts:
+        text.drop()
+    assert few.held == 0
+
+
+def test_a_stream_that_cannot_go_on_keeps_no_text() -> None:
+    limit = SharedLimit(MAX_KEPT_BYTES)
+    body = json.dumps(body_of("chat", 1, tools=[{}])).encode()
+    stream = StreamContinuation("/v1/chat/completions", body, None, KeptText(limit, "a"))
+    stream.add(chat_event("text " * 10_000))
+    assert limit.held > 50_000
+    stream.add(chat_event(" " * 20_000, tool_calls=[{"index": 0, "id": "a"}]))
+    assert limit.held == 0
+
+
+def test_texts_are_given_back_however_a_stream_ends(running: Running, stories: Plan) -> None:
+    assert running.server is not None
+    limit = running.server.proxy._exchanges.kept_text
+    for plan in ([], [(4, "in")], [(4, "says")]):
+        stories(plan)
+        stream_from(running, body_of("chat", 1))
+        until(lambda: limit.held == 0)
+
+
 def test_after_its_last_event_nothing_remains_of_a_stream() -> None:
     """The client has the end already, even if the connection breaks before the last chunk."""
-    from skymemory.router.prompts.continuation import DONE, Rest, StreamContinuation
-
     event = {"choices": [{"index": 0, "text": "[DONE]", "finish_reason": None}]}
     stream = StreamContinuation("/v1/completions", json.dumps(body_of("completion", 1)).encode())
     data = f"data: {json.dumps(event)}\n\n".encode()

@@ -152,6 +152,7 @@ def test_no_request_is_left_to_the_garbage_collector(run: Run) -> None:
             assert running.ask("POST", "/v1/completions", b"{" * size_bytes).status == 400
         assert running.ask("POST", "/v1/completions", packed, {"Content-Encoding": "gzip"}).status == 400
         assert running.complete(prompt="long " * 400_000).status == 200
+        assert running.complete(mock={"die": "before"}).status == 502
 
     packed = gzip.compress(b'{"prompt": [' + b"[1]," * 500_000 + b"[1]]}")
 

@@ -325,6 +325,11 @@ def test_web_pages_of_strangers_are_refused_on_loopback(run: Run) -> None:
     for headers in (EVIL, {"Host": "evil.example"}, {"Origin": "null"}):
         refused = running.complete(headers)
         assert refused.status == 403 and refused.json["error"]["type"] == "invalid_request_error"
+    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
+        raw.sendall(
+            b"POST http://evil.example/v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        assert raw.recv(1000).startswith(b"HTTP/1.1 403"), "the target's host counts"
     assert not running.engines[0].seen
     for headers in ({"Host": "router:1"}, {"Origin": "http://localhost:3000"}, {"Host": "[::1]"}):
         assert running.complete(headers).status == 200

@@ -260,10 +260,21 @@ def test_the_limit_of_an_answer() -> None:
         ({"prompt": list(range(100_000))}, 1),
         ({"prompt": [[1], [2]]}, 2),
         ({"prompt": "x", "n": None}, 1),
-        ({"prompt": "x", "n": "3", "best_of": 1.5}, 1),
+        ({"prompt": "x", "n": "3", "best_of": 4.0}, 4),
+        ({"prompt": "x", "n": True}, 1),
+        ({"prompt": "x", "n": 10**12}, 1 << 20),
+        ({"prompt": "x", "n": "9" * 4300}, 1 << 20),
         ({"prompt": "x", "n": 0}, 1),
         ({"prompt": ["x", "y"], "n": 9_999_999}, 1 << 20),
     ],
 )
 def test_how_many_answers_are_asked_for(fields: dict[str, Any], answers: int) -> None:
     assert read(**fields).answers == answers
+
+
+@pytest.mark.parametrize("value", [1.5, "many", [2], {"n": 2}, "1e3"])
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_a_number_of_answers_that_is_none_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ApiError, match="whole number") as caught:
+        read(prompt="x", **{name: value})
+    assert caught.value.status == 400 and caught.value.param == name

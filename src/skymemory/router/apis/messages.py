@@ -22,6 +22,7 @@ from skymemory.router.apis.chat import (
     ContentPart,
     PartEvent,
     PartReader,
+    UnreadableAnswer,
     event,
 )
 from skymemory.router.apis.reading import (
@@ -247,9 +248,16 @@ def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any
 
 
 def count(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt's tokens.
+
+    Raises:
+        UnreadableAnswer: it is no chat completion, or has no usage.
+    """
     reader = PartReader()
     list(reader.read(answer))
-    return {"input_tokens": 0 if reader.usage is None else reader.usage.prompt_tokens}
+    if reader.usage is None:
+        raise UnreadableAnswer("it has no usage")
+    return {"input_tokens": reader.usage.prompt_tokens}
 
 
 class MessageStream:

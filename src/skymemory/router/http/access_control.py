@@ -78,6 +78,9 @@ class AccessControl:
             if answer.preflight:
                 return None
         if self.keys is not None and request.path not in OPEN_PATHS:
+            for name in (b"authorization", b"x-api-key"):
+                if len(request.headers.all_of(name)) > 1:
+                    return ApiError(400, f"expected one {name.decode()} header: more may name different tenants")
             try:
                 request.tenant = self.keys.tenant_of(_authorization(request.headers))
             except ApiError as error:

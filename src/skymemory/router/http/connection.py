@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import select
 import socket
 import struct
@@ -59,6 +60,8 @@ SLICE_BYTES = 16_384
 SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
 CHUNK_FRAMING_BYTES = 12
+_HOST = re.compile(r"(?:\[[0-9A-Za-z:.%_~-]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?")
+"""RFC 3986, section 3.2.2."""
 MAX_FRAMING_BYTES = 16_384
 """Limit of a body's chunk extensions and trailers."""
 
@@ -257,7 +260,6 @@ class HttpConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         """Head lines, or trailers."""
         self.on_header = native.pairs_into(self._headers)
-        self._parser = httptools.HttpRequestParser(self)
         self._rest: memoryview | None = None
         self._target = b""
         self._partial_bytes = 0
@@ -289,6 +291,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpRequestParser(self)
         self.made = True
         self.deadline = MovingTimeout(self._loop)
         self.accepted = None
@@ -316,6 +319,7 @@ class HttpConnection(asyncio.Protocol):
         if current is not None and current.listener is not None:
             current.listener.client_gone()
         self._app.closed(self)
+        del self._parser  # it refers to this object, which refers to the buffers of TLS
 
     def eof_received(self) -> bool:
         return False  # close: no client half-closes and waits for a response
@@ -910,7 +914,9 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
         scheme, _, remainder = target.partition("://")
         if scheme.lower() not in ("http", "https"):
             return ApiError(400, f"{target[:100]!r} is not a path; expected one such as /v1/completions")
-        request.target = "/" + remainder.partition("/")[2]
+        authority, _, rest = remainder.partition("/")
+        request.target = "/" + rest
+        headers.first[b"host"] = authority.encode("latin-1", "replace")  # it replaces Host (RFC 9112, section 3.2.2)
         request.path = request.target.partition("?")[0]
     if "#" in target:
         return ApiError(400, "a request's path must not have a fragment (#…)")
@@ -924,6 +930,9 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     hosts = headers.all_of(b"host")
     if len(hosts) > 1 or (not hosts and request.version == "1.1"):
         return ApiError(400, f"expected one Host header, got {len(hosts)}")
+    host = first.get(b"host", b"").decode("latin-1")
+    if _HOST.fullmatch(host) is None:
+        return ApiError(400, f"the host {host[:100]!r} is no name or address, with or without a port")
     expected = first.get(b"expect")
     if expected and expected.lower() != b"100-continue":
         return ApiError(417, f"Expect: {expected[:100].decode('latin-1')!r} is not supported; 100-continue is")

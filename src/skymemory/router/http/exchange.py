@@ -46,9 +46,10 @@ from skymemory.router.http.connection import Headers, Incoming, connection_line,
 from skymemory.router.http.translated import MISSING_STATUSES, MissingApis, TranslatedResponse
 from skymemory.router.http.upstream import Pool, Pools, ResponseHead, UpstreamCall, UpstreamError
 from skymemory.router.http.via import Via
+from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.limits.turns import Turns
 from skymemory.router.metrics import ProxyMetrics
-from skymemory.router.prompts.continuation import ENGINES, Rest, StreamContinuation
+from skymemory.router.prompts.continuation import ENGINES, MAX_KEPT_BYTES, KeptText, Rest, StreamContinuation
 from skymemory.router.prompts.item_limits import is_read_in_loop
 from skymemory.router.prompts.reader import (
     BYTES_PER_TOKEN,
@@ -133,6 +134,8 @@ class Exchanges:
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
     turns: Turns = field(default_factory=Turns)
+    kept_text: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_KEPT_BYTES))
+    """Texts of streams that could be continued."""
     random: Random = field(default_factory=Random)
     on_tokens: Callable[[str, int, float], None] | None = None
     """Called with server, output tokens and their seconds."""
@@ -180,6 +183,7 @@ class Exchange(Attempts):
     _head: ResponseHead | None = None
     _reader: UsageReader | None = None
     _stream: StreamContinuation | None = None
+    _kept: KeptText | None = None
     _is_continued = False
     _state = READING
     _entry: QueueEntry | None = None
@@ -207,7 +211,7 @@ class Exchange(Attempts):
         incoming = self.incoming
         packed = incoming.headers.first.get(b"content-encoding", b"")
         if packed:
-            packed = packed.strip().lower()
+            packed = b", ".join(incoming.headers.all_of(b"content-encoding")).strip().lower()
         is_long = incoming.is_in_pieces or (incoming.path in PROMPT_PATHS and not is_read_in_loop(incoming.body))
         if packed or is_long:
             self._read_in_thread(packed)
@@ -693,9 +697,10 @@ class Exchange(Attempts):
             if not at_end and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
         if reader.streams and self._may_go_on(response):
-            of_reader = self._of.reader
+            of, of_reader = self._of, self._of.reader
             tokens_of = of_reader.tokens_of if of_reader.has_tokenizer else None
-            self._stream = StreamContinuation(incoming.path, incoming.body, tokens_of)
+            self._kept = KeptText(of.kept_text, incoming.holder)
+            self._stream = StreamContinuation(incoming.path, incoming.body, tokens_of, self._kept)
         connection = incoming.connection
         if incoming.method == "HEAD":
             response.chunked = False  # a response to HEAD has no body
@@ -991,6 +996,8 @@ class Exchange(Attempts):
             raise
         finally:
             self._translated = None  # it refers to this object
+            if self._kept is not None:
+                self._kept.drop()
             self._done(self.incoming, self._log)
             if self._of.room is not None:
                 self._of.room.poll()

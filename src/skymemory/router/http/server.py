@@ -31,6 +31,7 @@ from skymemory.router.http.sidecar import NamedPrefillers, SidecarExchange, Side
 from skymemory.router.http.two_steps import TwoStepExchange
 from skymemory.router.http.upstream import Pools
 from skymemory.router.limits.files import raise_open_files
+from skymemory.router.limits.heap import trimmed_heap
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
@@ -280,7 +281,8 @@ async def serve(
 
     following = asyncio.create_task(follow(followed, reload))
     try:
-        await stopping.wait()
+        with trimmed_heap():
+            await stopping.wait()
         draining = asyncio.create_task(server.drain(server.proxy.settings.drain_s))
         hurrying = asyncio.create_task(at_once.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)

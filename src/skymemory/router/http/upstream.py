@@ -238,6 +238,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
+        del self._parser  # it refers to this object, which refers to the buffers of TLS
         call, self._call = self._call, None
         if call is None:
             return

@@ -17,13 +17,15 @@ Sent tokens are counted by the tokenizer, the usage in the chunks, or the number
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
 from skymemory.router.prompts.splitting import Fields, fields_of
 
@@ -31,7 +33,9 @@ ENGINES = frozenset(("vllm", "sglang", "skymemory"))
 """Engines (``owned_by``) that continue a chat's last message."""
 COMPLETION_TOKENS = 16
 MAX_HELD_BYTES = 1 << 20
-MAX_TEXT_LETTERS = 1 << 20
+MAX_TEXT_BYTES = 1 << 20
+"""Text that is kept of a stream; of all streams ``MAX_KEPT_BYTES``."""
+MAX_KEPT_BYTES = 128 << 20
 COMPACT_BYTES = 16_384
 DONE = b"data: [DONE]\n\n"
 _DONE_LINES = (b"data: [DONE]", b"data:[DONE]")
@@ -102,9 +106,42 @@ class Rest:
     """True if the server must continue a chat's last message."""
 
 
+class KeptText:
+    """Text sent by a stream, in memory that all streams share."""
+
+    def __init__(self, limit: SharedLimit, holder: Hashable) -> None:
+        self._limit, self._holder = limit, holder
+        self._parts: list[str] = []
+        self._bytes = 0
+
+    def add(self, text: str) -> bool:
+        """Add text. Return False if there is no room: then all is dropped."""
+        size_bytes = sys.getsizeof(text)
+        self._parts.append(text)
+        self._bytes += size_bytes
+        if self._limit.add(self._holder, size_bytes) and self._bytes <= MAX_TEXT_BYTES:
+            return True
+        self.drop()
+        return False
+
+    def drop(self) -> None:
+        self._limit.change(self._holder, -self._bytes)
+        self._parts, self._bytes = [], 0
+
+    def whole(self) -> str:
+        return "".join(self._parts)
+
+
 class StreamContinuation:
-    def __init__(self, path: str, body: bytes, tokens_of: Callable[[str], list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        body: bytes,
+        tokens_of: Callable[[str], list[int]] | None = None,
+        kept: KeptText | None = None,
+    ) -> None:
         self._path, self._body, self._tokens_of = path, body, tokens_of
+        self._kept = kept or KeptText(SharedLimit(MAX_KEPT_BYTES), path)
         self._held = b""
         self._unread: list[bytes] = []
         self._unread_bytes = 0
@@ -116,7 +153,7 @@ class StreamContinuation:
         # State of what was sent:
         self._cannot = self._is_done = False
         self._text: list[str] = []
-        self._letters = 0
+        """Of the events that are being read."""
         self._chunks = 0
         self._blank_chunks = 0
         self._reported_tokens: int | None = None
@@ -142,6 +179,7 @@ class StreamContinuation:
             data, self._held = data[:at], data[at:]
             if len(self._held) > MAX_HELD_BYTES:
                 self._is_over_long = self._cannot = True
+                self._kept.drop()
                 data, self._held = data + self._held, b""
         if not data:
             return b""
@@ -170,13 +208,16 @@ class StreamContinuation:
         if self._fields is None:
             self._fields = fields_of(self._body) or {}
             self._cannot |= not _is_continuable(self._fields)
-        before = len(self._text)
         for event in _events(data):
             if self._cannot:
-                return
+                break
             if (json := _json_of(event)) is not None:
                 self._read_chunk(json)
-        self._text[before:] = ["".join(self._text[before:])]
+        if self._text:
+            self._cannot |= not self._kept.add("".join(self._text))
+            self._text = []
+        if self._cannot:
+            self._kept.drop()
 
     def _read_chunk(self, json: bytes) -> None:
         try:
@@ -200,12 +241,10 @@ class StreamContinuation:
                 self._cannot |= any((*calls, delta.refusal, delta.audio))
             self._add_text((delta.content if delta is not None else choice.text) or "")
             self._finish = choice.finish_reason or self._finish
-        self._cannot |= self._letters > MAX_TEXT_LETTERS
 
     def _add_text(self, text: str) -> None:
         if text:
             self._text.append(text)
-            self._letters += len(text)
             self._chunks += 1
             self._blank_chunks = 0 if text.strip() else self._blank_chunks + 1
 
@@ -229,7 +268,7 @@ class StreamContinuation:
         fields = self._fields
         if self._cannot or not fields:
             return None
-        text = "".join(self._text)
+        text = self._kept.whole()
         is_chat = self._path == CHAT_COMPLETIONS
         prompt_text = text.rstrip() if is_chat else text
         sent = self._tokens_sent(prompt_text)

@@ -252,8 +252,28 @@ def output_limit(body: Body) -> int | None:
 
 
 def _answers(body: Body, prompts: int) -> int:
-    counts = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
+    counts = [_count(bytes(raw), name) for name, raw in (("n", body.n), ("best_of", body.best_of))]
     return min(prompts * max((1, *counts)), MAX_ANSWERS)
+
+
+def _count(raw: bytes, param: str) -> int:
+    """Return a number of answers, which engines also take as a text.
+
+    Raises:
+        ApiError: 400, it is not whole.
+    """
+    if raw in (b"", b"null", b"false", b"true"):
+        return 1
+    digits = raw[1:-1].strip() if raw.startswith(b'"') else raw
+    if digits.isdigit():
+        return int(digits) if len(digits) <= _ANSWERS_DIGITS else MAX_ANSWERS
+    try:
+        value = _anything.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        value = raw.decode("utf-8", "replace")
+    if isinstance(value, int | float):
+        return min(whole_number(value, param) or 0, MAX_ANSWERS)
+    raise ApiError(400, f"`{param}` is {quoted(value)}; expected a whole number", param)
 
 
 def whole_number(value: float | None, param: str) -> int | None:
