@@ -20,7 +20,7 @@ LOOK_S = 1.0
 
 
 class TrimTimes:
-    """When to trim."""
+    """Decides when to trim."""
 
     def __init__(self) -> None:
         self._last_bytes = 0
