@@ -153,7 +153,7 @@ class StreamContinuation:
         # State of what was sent:
         self._cannot = self._is_done = False
         self._text: list[str] = []
-        """Of the events that are being read."""
+        """Text of the events that are being read."""
         self._chunks = 0
         self._blank_chunks = 0
         self._reported_tokens: int | None = None
