@@ -131,6 +131,11 @@ HOSTILE = {
             "with half an escape": b"x%2",
         }.items()
     },
+    "a target without a host": POST.replace(b"/v1", b"http:///v1") + LENGTH + b"\r\n" + BODY,
+    "a target with a host and no Host": POST.replace(b"/v1", b"http://x/v1").replace(b"Host: x\r\n", b"")
+    + LENGTH
+    + b"\r\n"
+    + BODY,
     "another server's user": POST.replace(b"/v1", b"http://me@x/v1") + LENGTH + b"\r\n" + BODY,
     "a path that is none": POST.replace(b"/v1/completions", b"*") + LENGTH + b"\r\n" + BODY,
     "a fragment": POST.replace(b"completions", b"completions#a") + LENGTH + b"\r\n" + BODY,

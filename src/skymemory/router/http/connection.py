@@ -909,14 +909,14 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
         return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0", kind=OF_CLIENT)
     if request.method == "CONNECT":
         return ApiError(405, "CONNECT is not supported: this is not a forward proxy")
-    target = request.target
-    if not target.startswith("/"):
+    target, host = request.target, first.get(b"host", b"").decode("latin-1")
+    is_absolute = not target.startswith("/")
+    if is_absolute:
         scheme, _, remainder = target.partition("://")
         if scheme.lower() not in ("http", "https"):
             return ApiError(400, f"{target[:100]!r} is not a path; expected one such as /v1/completions")
-        authority, _, rest = remainder.partition("/")
+        host, _, rest = remainder.partition("/")
         request.target = "/" + rest
-        headers.first[b"host"] = authority.encode("latin-1", "replace")  # it replaces Host (RFC 9112, section 3.2.2)
         request.path = request.target.partition("?")[0]
     if "#" in target:
         return ApiError(400, "a request's path must not have a fragment (#…)")
@@ -930,9 +930,10 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     hosts = headers.all_of(b"host")
     if len(hosts) > 1 or (not hosts and request.version == "1.1"):
         return ApiError(400, f"expected one Host header, got {len(hosts)}")
-    host = first.get(b"host", b"").decode("latin-1")
-    if _HOST.fullmatch(host) is None:
+    if _HOST.fullmatch(host) is None or (is_absolute and not host):
         return ApiError(400, f"the host {host[:100]!r} is no name or address, with or without a port")
+    if is_absolute and hosts:
+        first[b"host"] = host.encode("ascii")  # the target's host counts (RFC 9112, section 3.2.2)
     expected = first.get(b"expect")
     if expected and expected.lower() != b"100-continue":
         return ApiError(417, f"Expect: {expected[:100].decode('latin-1')!r} is not supported; 100-continue is")
