@@ -104,7 +104,7 @@ $(VLLM)/.installed: constraints-vllm.txt $(VENV)/.made
 	then touch $@; \
 	else echo "vLLM cannot be installed here: tests against it are skipped" >&2; rm -rf $(VLLM); fi
 
-test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: our connector in it, its metrics, events and routing, ten minutes
+test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: our connector in it, its metrics, events and routing, up to an hour
 	@$(BIN)/python -m pytest -m vllm -rs tests/vllm $(ARGS)
 
 test-disagg: $(VENV)/.installed-dev $(VLLM)/.installed ## prefill and decode apart: vLLM, our engine, router, sidecar, a real Envoy, kills; ten minutes
