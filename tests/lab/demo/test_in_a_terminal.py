@@ -40,7 +40,7 @@ DEMOS = [
         "",
         "the constellation is down again",
         *ENGINE,
-        rows=(r"  skymemory kv get README\.md -o copy\.md", r"  skymemory layout --rotations 1( .*)?"),
+        rows=(r"  (\S+/)?skymemory kv get README\.md -o copy\.md", r"  (\S+/)?skymemory layout --rotations 1( .*)?"),
     ),
 ]
 
