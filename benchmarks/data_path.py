@@ -5,6 +5,7 @@
 ``sizes``    4 KB to 64 MB, one client to 64: Redis, memcached, LMCache's server, Mooncake's store over TCP, and the sky
              by size and on ten satellites; the seconds of the processor that a GB takes clients and servers
 ``threads``  small values with the delays of the orbits: sixteen threads of one process beside one
+``busy``     64 KB: Redis and the sky by size, alone and beside twenty programs that compute
 
 `sizes` takes some ten minutes and ten GB of memory. What is not installed is left out, and that is said.
 
@@ -54,7 +55,7 @@ from skymemory.testbed.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
 ENGINES = HERE.parent / ".venv-engines"
-SECTIONS = ("ways", "sizes", "threads")
+SECTIONS = ("ways", "sizes", "threads", "busy")
 BLOCK_BYTES = 480 * 6144
 SIZES = (4 << 10, 64 << 10, 512 << 10, BLOCK_BYTES, 16 << 20, 64 << 20)
 CLIENTS = (1, 8, 16, 64)
@@ -66,6 +67,7 @@ MOST_IN_FLIGHT_BYTES = 256 << 20
 TURN_S, MOST_RUNS = 0.1, 400
 LISTENS_WITHIN_S = 60.0
 THREADS, THREAD_READS = 16, 30
+BUSY_BYTES, BUSY_PROGRAMS = 64 << 10, (0, 20)
 Row = dict[str, Any]
 VERBS = ("read", "write")
 MOONCAKE = "mooncake-transfer-engine-non-cuda"
@@ -445,6 +447,54 @@ def threads(options: argparse.Namespace) -> Iterator[Row]:
     }
 
 
+# --- busy ---
+
+
+@contextmanager
+def computing(programs: int) -> Iterator[None]:
+    """So many processes that only compute."""
+    command = (sys.executable, "-c", "while True: pass")
+    running = [subprocess.Popen(command) for _ in range(programs)]
+    try:
+        yield
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+def busy(options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each load, verb and path: the medians of runs in turns."""
+    with ExitStack() as stack:
+        options.log = stack.enter_context(tempfile.TemporaryFile())
+        paths = {}
+        for name in ("Redis", "by size"):
+            with left_out_if_not_there(name, {}):
+                service = PATHS[name](stack, options)
+                value = f"busy {name}", BUSY_BYTES
+                paths[name] = stack.enter_context(client_process(one_value, service.kind, service.arguments(0), *value))
+        for programs in BUSY_PROGRAMS:
+            with computing(programs):
+                seconds = measure(paths, options.rounds, options.turn)
+            for (name, verb), its in seconds.items():
+                row: Row = {"section": "busy", "programs": programs, "verb": verb, "path": name}
+                row |= {"size_bytes": BUSY_BYTES, "us": statistics.median(its) * 1e6}
+                row["us_p99"] = statistics.quantiles(its, n=100)[98] * 1e6
+                if "Redis" in paths:
+                    row["x"] = row["us"] / (statistics.median(seconds["Redis", verb]) * 1e6)
+                yield row
+
+
+def print_busy(rows: list[Row]) -> None:
+    header = ("programs", "", "path", "µs", "p99", "of Redis's")
+    cells = [
+        [str(row["programs"]), row["verb"], row["path"], f"{row['us']:,.0f}", f"{row['us_p99']:,.0f}"]
+        + [f"{row['x']:.2f} x" if "x" in row else ""]
+        for row in rows
+    ]
+    print_table(f"{BUSY_BYTES} bytes beside programs that compute", header, cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)")
@@ -469,7 +519,7 @@ def main() -> None:
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(SECTIONS)}")
     rows: list[Row] = []
-    for name, section in (("ways", ways), ("sizes", sizes), ("threads", threads)):
+    for name, section in (("ways", ways), ("sizes", sizes), ("threads", threads), ("busy", busy)):
         if name in (options.sections or SECTIONS):
             rows += section(options)
     if any(row["section"] == "ways" for row in rows):
@@ -484,6 +534,8 @@ def main() -> None:
                 f"\n4 KB with the delays of the orbits: {row['one_per_s']:.0f} reads a second by one thread, "
                 f"{row['many_per_s']:.0f} by {row['threads']}: {ratio}"
             )
+    if found := [row for row in rows if row["section"] == "busy"]:
+        print_busy(found)
     write_json(options.json, "data_path", 1, rows)
 
 

@@ -127,6 +127,16 @@ def _data_path() -> str:
     )
 
 
+def _busy() -> str:
+    """64 KB beside programs that compute."""
+    rows = rows_of("data_path_busy")
+    paths, cells = list(dict.fromkeys(row["path"] for row in rows)), {}
+    for row in rows:
+        cell = f"{row['us']:,.0f} µs" + (f" ({row['x']:.2f} ×)" if row["path"] != "Redis" else "")
+        cells.setdefault((str(row["programs"]), row["verb"]), {})[row["path"]] = cell
+    return table([["programs", "", *paths], *([*key, *(cell[path] for path in paths)] for key, cell in cells.items())])
+
+
 OURS = ("by size", "on ten")
 """The paths of ``data_path.py sizes`` that are ours, the default first."""
 
@@ -910,6 +920,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
     "data path, processor": _data_path_processor,
+    "data path, busy": _busy,
     "hashing": _hashing,
     "tiers": _tiers,
     "tiers that hang": _hung_tiers,
