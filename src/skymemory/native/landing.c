@@ -4,7 +4,6 @@
 #include "packet.h"
 
 #include <poll.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <time.h>
 
@@ -13,8 +12,7 @@ enum {
     ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: fields that the packets of one answer share */
     MOST_SLOTS = 64,
     MOST_PATIENCE_US = 60000000,
-    LEAST_SPIN_US = 30,
-    MOST_SPIN_US = 150,
+    MOST_SPIN_US = 30,
     SOON_US = 200, /* with the time that waking takes */
 };
 
@@ -165,9 +163,9 @@ static int64_t now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* How long an empty socket is polled before the thread sleeps. On a quiet machine waking it takes as long as an answer; on
- * a busy one, where answers take long, a thread that yields gets the processor back only after all others. So the time
- * follows the last answer. */
+/* How long an empty socket is polled before the thread sleeps. On a quiet machine waking it takes as long as an answer.
+ * Where the last answer took long, others need the processor, and the thread sleeps at once. It never yields: since Linux
+ * 6.17 who yields gets the processor back only after all others have had their turns. */
 static atomic_int spin_us = MOST_SPIN_US;
 
 /* Waits until runs arrive, the time is over or a signal comes; the number of runs, or -1 with errno. */
@@ -179,7 +177,7 @@ static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned sl
             messages[i].msg_hdr.msg_controllen = sizeof controls[i];
         int count = recvmmsg(fd, messages, slots, MSG_DONTWAIT, NULL);
         if (count > 0 && begin_us)
-            spin_us = waited_us <= SOON_US ? MOST_SPIN_US : LEAST_SPIN_US;
+            spin_us = waited_us <= SOON_US ? MOST_SPIN_US : 0;
         if (count > 0 || (count < 0 && !sky_try_later(errno)))
             return count;
         if (patience_us <= 0)
@@ -190,13 +188,11 @@ static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned sl
         waited_us = at_us - begin_us;
         if (waited_us >= patience_us) {
             if (waited_us > SOON_US)
-                spin_us = LEAST_SPIN_US;
+                spin_us = 0;
             return 0;
         }
-        if (waited_us < spin_us) {
-            sched_yield(); /* a satellite of this computer may need the processor to answer */
+        if (waited_us < spin_us)
             continue;
-        }
         struct pollfd socket = {.fd = fd, .events = POLLIN};
         int64_t left_us = patience_us - waited_us;
         struct timespec most = {.tv_sec = left_us / 1000000, .tv_nsec = left_us % 1000000 * 1000};
