@@ -22,7 +22,7 @@ import numpy as np
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Indexed, RequestNotes
+from skymemory.conductor.strategies.strategy_base import Indexed, RequestNotes
 
 TRAINED_EVERY_S = 10.0
 LEAST_SAMPLES = 100

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from _bench import print_table, write_json
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import SpeedEstimate
-from skymemory.engine.transformers.cake import OtherPrompts
+from skymemory.engine.transformers.cake_prefill import OtherPrompts
 from skymemory.engine.transformers.huggingface import KVCManager
 from skymemory.engine.transformers.models import TINYLLAMA_SHAPE, TWO_SECOND_SHAPE, build_llama
 from skymemory.store.memory import MemoryStore

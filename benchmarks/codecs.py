@@ -28,7 +28,7 @@ from skymemory.engine.transformers.kv_cache import CacheSource
 from skymemory.engine.transformers.models import TINYLLAMA_SHAPE, build_llama, ready_model, train_tokenizer
 from skymemory.engine.transformers.quantizers import codec_of
 from skymemory.kv.block import KVLayout, to_float32
-from skymemory.kv.codec.base import measure
+from skymemory.kv.codec.codec_base import measure
 
 CODECS = ("raw", "quanto8", "hqq8", "cachegen-finest", "cachegen-fine", "cachegen", "cachegen-coarse")
 PACKERS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {

@@ -31,7 +31,7 @@ from skymemory import native
 from skymemory.conductor.picker import Fleet, Picker, ReportedLoad
 from skymemory.conductor.prefix_index.approximate import MAX_MATCH, ApproximatePrefixIndex
 from skymemory.conductor.request import Decision, Prompt, Request
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
 from skymemory.native.twin import backend
 
 BLOCKS, BLOCK_TOKENS = 512, 16

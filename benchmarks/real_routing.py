@@ -45,7 +45,7 @@ from tests.vllm.server import Vllm
 
 from skymemory.engine.inputs import shipped_document
 from skymemory.errors import connection_reason
-from skymemory.router.engines.metrics import samples
+from skymemory.router.engines.engine_metrics import samples
 from skymemory.router.envoy.config import Entrance, bootstrap
 from skymemory_lab.demo.processes import service
 

@@ -22,7 +22,7 @@ from skymemory.conductor.cost_model import LLAMA_70B_8xA800, Medium
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.scheduling.named import prefill_scorer
+from skymemory.conductor.scheduling.registry import prefill_scorer
 from skymemory_lab.sim.cluster.schedulers import scheduler_named
 from skymemory_lab.sim.cluster.setup import ClusterSetup, PoolSettings
 from skymemory_lab.sim.cluster.simulation import run_cluster

@@ -25,7 +25,7 @@ from skymemory import native
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.events import BlocksStored
 from skymemory.conductor.request import Prompt, Request, seed
-from skymemory.conductor.strategies.named import NAMES, named
+from skymemory.conductor.strategies.registry import NAMES, named
 from skymemory.conductor.strategies.weighted import Precise
 
 BLOCK_TOKENS = 16

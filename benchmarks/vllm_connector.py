@@ -41,7 +41,7 @@ from skymemory.engine.transformers.models import TINYLLAMA_SHAPE
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, ServerLimits, listen_at
+from skymemory.store.redis_server.daemon import Daemon, ServerLimits, listen_at
 from skymemory.store.wrappers import RateLimited
 
 ROOT = Path(__file__).parents[1]

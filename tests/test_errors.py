@@ -13,8 +13,8 @@ from tests.router.envoy.exchanges import a_service
 
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.metrics import MetricsPage
-from skymemory.router.http.server import ProxyServer
+from skymemory.router.envoy.picker_metrics import MetricsPage
+from skymemory.router.http.proxy_server import ProxyServer
 from skymemory.router.settings import settings_from
 
 pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")

@@ -9,13 +9,13 @@ from typing import Any
 
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
 from skymemory.conductor.strategies.simple import RandomChoice
 from skymemory.config import known_keys
 from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.envoy.ext_proc import PickerService
-from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
+from skymemory.router.envoy.picker_metrics import COUNTERS, PREFIX, PickerCollector
 from skymemory.router.failure.budget import FIRST_S, MOST_S
 from skymemory.router.failure.faults import RULES
 from skymemory.router.http.connection import (
@@ -34,7 +34,6 @@ from skymemory.router.limits.files import MAX_CONNECTIONS
 from skymemory.router.limits.held_bytes import PROGRESS_BYTES, SLOW_S
 from skymemory.router.limits.rates import GRACE_S
 from skymemory.router.limits.shares import SharedLimit
-from skymemory.router.metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.prompts.continuation import MAX_KEPT_BYTES, MAX_TEXT_BYTES
 from skymemory.router.prompts.item_limits import (
     MAX_FIELDS,
@@ -44,6 +43,7 @@ from skymemory.router.prompts.item_limits import (
     MAX_VALUES,
 )
 from skymemory.router.prompts.reader import PromptReader
+from skymemory.router.router_metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.settings import SECTIONS, AdmissionSettings, Backend, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skymemory.engine.transformers.huggingface import KVCManager
     from skymemory.kv.context import CacheContext
     from skymemory.store.memory import MemoryStore
-    from skymemory.store.named import NamedValues
+    from skymemory.store.named_values import NamedValues
     from skymemory.testbed.open_store import open_store
 
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ _HOME = {
     "CacheContext": "skymemory.kv.context",
     "KVCManager": "skymemory.engine.transformers.huggingface",
     "MemoryStore": "skymemory.store.memory",
-    "NamedValues": "skymemory.store.named",
+    "NamedValues": "skymemory.store.named_values",
     "open_store": "skymemory.testbed.open_store",
 }
 _EXTRA = {"KVCManager": "hf"}

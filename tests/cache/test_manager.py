@@ -16,7 +16,7 @@ from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
 from skymemory.kv.block import KVLayout, OpaqueLayout
-from skymemory.kv.codec.base import RAW
+from skymemory.kv.codec.codec_base import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket

@@ -94,7 +94,7 @@ def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch, capsys
         if name.startswith(
             (
                 "skymemory.router.envoy.ext_proc",
-                "skymemory.router.envoy.server",
+                "skymemory.router.envoy.picker_server",
                 "skymemory.router.envoy.ext_proc_server",
             )
         ):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tools.arena_tables import PAGE, RESULTS, page
 
-from skymemory.conductor.strategies.named import NAMES
+from skymemory.conductor.strategies.registry import NAMES
 
 MADE = json.loads(RESULTS.read_text("utf-8"))
 CELLS: list[dict[str, Any]] = MADE["verdicts"]

@@ -138,7 +138,7 @@ def test_a_host_killed_between_put_and_get_is_a_miss_within_a_second(sky: Sky) -
     pid = json.loads((sky.run_dir / "host-2.pid").read_text("utf-8"))["pid"]
     os.kill(pid, signal.SIGKILL)
     code = (
-        "import time; from skymemory import open_store; from skymemory.store.named import get_named\n"
+        "import time; from skymemory import open_store; from skymemory.store.named_values import get_named\n"
         "store = open_store(); began = time.perf_counter(); found = get_named(store, 'file.bin')\n"
         "print(found.value is None, time.perf_counter() - began)"
     )

@@ -16,7 +16,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
-from skymemory.engine.transformers.cake import OtherPrompts  # noqa: E402
+from skymemory.engine.transformers.cake_prefill import OtherPrompts  # noqa: E402
 from skymemory.errors import InvalidInput  # noqa: E402
 from skymemory.store.base import LoadTicket, Presence  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402

@@ -19,7 +19,7 @@ from skymemory.engine.transformers.kv_cache import TORCH_DTYPES  # noqa: E402
 from skymemory.engine.transformers.quantizers import codec_of, readable_codecs  # noqa: E402
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
-from skymemory.kv.codec.base import measure  # noqa: E402
+from skymemory.kv.codec.codec_base import measure  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine

@@ -13,8 +13,8 @@ from tests.router.engines import engine_texts
 from skymemory import native
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed
+from skymemory.router.engines.engine_metrics import UnreadableMetrics, read_metrics
 from skymemory.router.engines.feed import Feed
-from skymemory.router.engines.metrics import UnreadableMetrics, read_metrics
 from skymemory.router.engines.wire import MAX_EVENTS
 
 _BLOCK_TOKENS = 2

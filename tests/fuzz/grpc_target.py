@@ -19,7 +19,7 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.router.envoy.ext_proc_server import SERVING, HealthBook, _ExtProcStream
 from skymemory.router.envoy.grpc import http2 as h
-from skymemory.router.envoy.grpc.server import GrpcServer
+from skymemory.router.envoy.grpc.grpc_server import GrpcServer
 from skymemory.router.envoy.messages import SERVICE
 
 _LIFE = 40

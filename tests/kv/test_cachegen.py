@@ -16,8 +16,8 @@ from tests.kv.cachegen_steps import BOUND, CACHEGEN, steps_in
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.block import KVLayout, to_float32
 from skymemory.kv.codec import entropy
-from skymemory.kv.codec.base import Codec, measure
 from skymemory.kv.codec.cachegen import LEVELS, CacheGen, _to_bytes
+from skymemory.kv.codec.codec_base import Codec, measure
 
 pytest.importorskip("constriction")
 

@@ -7,7 +7,7 @@ import pytest
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.kv.block import Buffer, KVLayout
-from skymemory.kv.codec.base import RAW, Codec, CodecReport, measure
+from skymemory.kv.codec.codec_base import RAW, Codec, CodecReport, measure
 
 LAYOUT = KVLayout(2, 2, 4, 8, "float32")
 BLOCK = np.random.default_rng(5).standard_normal(LAYOUT.shape).astype("<f4").tobytes()

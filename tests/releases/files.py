@@ -15,7 +15,7 @@ from skymemory.index.radix import BlockInfo
 from skymemory.keys import first_ring
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.context import CacheContext
-from skymemory.store.named import get_named, put_named
+from skymemory.store.named_values import get_named, put_named
 from skymemory.store.sealed import SealedStore
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import load_plan, save_plan
@@ -26,7 +26,7 @@ try:
     from skymemory.cache.prefetching import read_habits, save_habits
     from skymemory.conductor.prefix_index.replicated import Held, Snapshot, pack_snapshot, unpack_snapshot
     from skymemory.kv.block import KVLayout
-    from skymemory.kv.codec.base import RAW
+    from skymemory.kv.codec.codec_base import RAW
     from skymemory.store.disk import DiskStore
     from skymemory.store.sky.shared_index import SharedIndex
 

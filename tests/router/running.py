@@ -16,7 +16,7 @@ from tests.router.mock_engine import MockEngine
 
 from skymemory.router.http.connection import HttpConnection
 from skymemory.router.http.exchange import Exchange
-from skymemory.router.http.server import ProxyServer
+from skymemory.router.http.proxy_server import ProxyServer
 from skymemory.router.http.upstream import UpstreamConnection
 from skymemory.router.settings import settings_from
 

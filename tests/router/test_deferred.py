@@ -14,7 +14,7 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy.ext_proc import WITHOUT_PROMPT
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.grpc.server import GrpcConnection
+from skymemory.router.envoy.grpc.grpc_server import GrpcConnection
 from skymemory.router.request_account import DeferredWork, RequestAccount
 
 

@@ -16,7 +16,7 @@ from skymemory.conductor.picker import Fleet, NoServer, Picker
 from skymemory.conductor.request import Prompt, Request, Slo
 from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
 from skymemory.router.request_account import PairAccount, Usage
 
 NONE = np.empty(0, dtype=np.uint64)

@@ -31,7 +31,7 @@ from skymemory.reasons import Miss
 from skymemory.store.base import Presence, Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import get_named, named_key, put_named
+from skymemory.store.named_values import get_named, named_key, put_named
 from skymemory.store.redis import NAMESPACE, RedisStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.key_file import from_json as read_keys

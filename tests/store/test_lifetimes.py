@@ -16,7 +16,7 @@ from skymemory.store.accounting import BudgetedStore
 from skymemory.store.base import Expiring, Presence
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import NamedValues
+from skymemory.store.named_values import NamedValues
 
 BUDGET_BYTES = 100_000
 

@@ -18,7 +18,7 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import MAX_KEY_ID, KeyRing, SecretKey, first_ring
 from skymemory.reasons import Miss
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import get_named, put_named
+from skymemory.store.named_values import get_named, put_named
 from skymemory.store.sealed import OVERHEAD_BYTES, SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.key_file import new_keys

@@ -36,7 +36,7 @@ from skymemory.protocol.wire import (
 )
 from skymemory.reasons import Miss
 from skymemory.store.base import Presence
-from skymemory.store.named import NamedValues
+from skymemory.store.named_values import NamedValues
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore

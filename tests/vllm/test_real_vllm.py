@@ -20,10 +20,10 @@ from tests.vllm.server import BLOCK_TOKENS, BLOCKS, PYTHON, Vllm
 from skymemory import native
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed
+from skymemory.router.engines.engine_metrics import EngineMetrics, fetch, fetch_metrics
 from skymemory.router.engines.events import KvEvents
 from skymemory.router.engines.feed import Feed, FeedState
 from skymemory.router.engines.follower import EventSource, ReplayTimeouts
-from skymemory.router.engines.metrics import EngineMetrics, fetch, fetch_metrics
 
 pytestmark = [
     pytest.mark.slow,

@@ -30,7 +30,7 @@ from skymemory.errors import (
 )
 from skymemory.forks import Owner
 from skymemory.kv.block import BlockHash, KVLayout, OpaqueLayout, Tokens, hash_blocks, places_in
-from skymemory.kv.codec.base import RAW, Codec
+from skymemory.kv.codec.codec_base import RAW, Codec
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import (
     PAYLOAD_AT,

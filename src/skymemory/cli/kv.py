@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> Store:
     from skymemory.store.base import Expiring
-    from skymemory.store.named import Listing, unwrap_store
+    from skymemory.store.named_values import Listing, unwrap_store
     from skymemory.testbed.connect import open_constellation
     from skymemory.testbed.open_store import open_store
 
@@ -137,7 +137,7 @@ def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stder
 
 def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.memory import MemoryStore
-    from skymemory.store.named import NOT_PROMISED, NamedValues, unwrap_store
+    from skymemory.store.named_values import NOT_PROMISED, NamedValues, unwrap_store
 
     try:
         data = read_bounded(args.file, _MAX_VALUE_BYTES, pipes=True)
@@ -174,7 +174,7 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
 
 
 def _pin(args: argparse.Namespace, store: Store) -> int:
-    from skymemory.store.named import NamedValues
+    from skymemory.store.named_values import NamedValues
 
     values = NamedValues(store)
     # Checked first: ``pin`` fails in the same way for an absent value and for a value that a satellite will not pin.
@@ -202,7 +202,7 @@ def _probing(store: Store) -> dict[str, int | float]:
 
 def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.reasons import Miss
-    from skymemory.store.named import get_named
+    from skymemory.store.named_values import get_named
 
     result = get_named(edge, args.key)
     if result.value is None:
@@ -249,7 +249,7 @@ def _key_hint(key: str) -> str:
 
 
 def _delete(args: argparse.Namespace, store: Store) -> int:
-    from skymemory.store.named import NamedValues
+    from skymemory.store.named_values import NamedValues
 
     deleted = NamedValues(store).delete(args.key)
     if deleted is None:
@@ -263,7 +263,7 @@ def _delete(args: argparse.Namespace, store: Store) -> int:
 
 
 def _list(args: argparse.Namespace, store: Store) -> int:
-    from skymemory.store.named import NamedValues
+    from skymemory.store.named_values import NamedValues
 
     values = NamedValues(store).names()
     if args.json:

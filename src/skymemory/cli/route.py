@@ -24,7 +24,7 @@ from skymemory.units import parse_whole
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.keys import KeyRing
-    from skymemory.router.envoy.server import EndpointPicker
+    from skymemory.router.envoy.picker_server import EndpointPicker
     from skymemory.router.http.check import ServerCheck
     from skymemory.router.settings import Settings
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _route(args: argparse.Namespace) -> int:
-    from skymemory.router.http.server import serve
+    from skymemory.router.http.proxy_server import serve
     from skymemory.router.settings import read_settings
     from skymemory.testbed.key_file import read_keys
 
@@ -209,7 +209,7 @@ def _add_picker(subparsers: Subparsers) -> None:
 
 
 def _pick(args: argparse.Namespace) -> int:
-    from skymemory.router.envoy.server import serve
+    from skymemory.router.envoy.picker_server import serve
     from skymemory.router.limits.heap import trimmed_heap
     from skymemory.router.settings import read_settings
     from skymemory.testbed.key_file import read_keys

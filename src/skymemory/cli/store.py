@@ -76,7 +76,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from skymemory.store.redis_server.commands import Commands
-    from skymemory.store.redis_server.server import Daemon, ServerLimits
+    from skymemory.store.redis_server.daemon import Daemon, ServerLimits
     from skymemory.testbed.open_store import open_store
     from skymemory.testbed.run_directory import RunDirectory
 
@@ -133,7 +133,7 @@ def _parse(text: str) -> ListenAddress:
 
 
 def _listen(address: ListenAddress) -> socket.socket:
-    from skymemory.store.redis_server.server import listen_at
+    from skymemory.store.redis_server.daemon import listen_at
 
     try:
         return listen_at(address)

@@ -26,7 +26,7 @@ from skymemory.cache.tiers.tier import TierSettings
 from skymemory.config import duration, filled, known_keys, setting, size, text
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
 from skymemory.kv.block import key_hash
-from skymemory.kv.codec.base import RAW
+from skymemory.kv.codec.codec_base import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import ValueHeader, block_name, unpack_value
 from skymemory.metrics import SharedCounters

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 
-from skymemory.conductor.admission.named import FAIR, admission
+from skymemory.conductor.admission.registry import FAIR, admission
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Admission, AdmitAll, Corrected, Probing, Refusal
-from skymemory.conductor.strategies.named import DEFAULT, ESTIMATES
+from skymemory.conductor.strategies.registry import DEFAULT, ESTIMATES
 from skymemory.errors import InvalidInput
 from skymemory.router.api_error import ApiError
 from skymemory.router.prompts.reader import slo_of

@@ -14,8 +14,8 @@ from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import DecodeForecast, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
-from skymemory.conductor.strategies.base import Indexed
 from skymemory.conductor.strategies.simple import LeastLoad
+from skymemory.conductor.strategies.strategy_base import Indexed
 from skymemory.router.admission import without_probes
 from skymemory.router.settings import Settings, read_cost
 

@@ -26,13 +26,13 @@ from skymemory.conductor.prefix_index.replicated import (
     restore,
     unpack_snapshot,
 )
-from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES, named
+from skymemory.conductor.strategies.registry import DEFAULT, STRATEGIES, named
 from skymemory.errors import InvalidInput, LaterFile, os_reason
 from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded, write_private
 from skymemory.keys import KeyRing
 from skymemory.router.engines.events import check_events, event_index, strategy_options
-from skymemory.router.metrics import family
 from skymemory.router.replicas import RedisReplicas, ReplicaStatus
+from skymemory.router.router_metrics import family
 from skymemory.router.settings import Settings, read_cost
 from skymemory.router.tasks import cancel
 

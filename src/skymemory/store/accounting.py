@@ -32,7 +32,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.named import NamedValue, named_value
+from skymemory.store.named_values import NamedValue, named_value
 from skymemory.units import format_size
 
 

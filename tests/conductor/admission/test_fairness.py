@@ -11,7 +11,7 @@ from tests.conductor.admission.cases import case
 from tests.conductor.admission.queue_model import Asked, poisson, run
 
 from skymemory.conductor.admission.fairness import Fair, FairnessSettings
-from skymemory.conductor.admission.named import admission
+from skymemory.conductor.admission.registry import admission
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import AdmitAll
 from skymemory.errors import InvalidInput

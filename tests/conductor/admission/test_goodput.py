@@ -9,7 +9,7 @@ from tests.conductor.admission.cases import Believed, case
 from tests.conductor.admission.queue_model import Asked, poisson, run
 
 from skymemory.conductor.admission.goodput import Batches, Goodput, GoodputSettings, LearntHeadroom, LearntTtft, Price
-from skymemory.conductor.admission.named import admission
+from skymemory.conductor.admission.registry import admission
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Refusal
 from skymemory.errors import InvalidInput

@@ -8,7 +8,7 @@ import pytest
 from tests.conductor.admission.cases import Believed, case
 
 from skymemory.conductor.admission.mooncake import Baseline, Early, Predicted
-from skymemory.conductor.admission.named import admission
+from skymemory.conductor.admission.registry import admission
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Admission
 

@@ -14,8 +14,8 @@ from skymemory.conductor.picker import Fleet
 from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.scheduling.kvcache_centric import LoadSources
-from skymemory.conductor.scheduling.named import NAMES, SCHEDULERS, build, prefill_scorer
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
+from skymemory.conductor.scheduling.registry import NAMES, SCHEDULERS, build, prefill_scorer
 from skymemory.errors import InvalidInput
 
 

@@ -8,7 +8,7 @@ from tests.conductor.strategies.fleets import a_fleet, a_request, scores, serve
 
 from skymemory.conductor.picker import Picker, ReportedLoad, Scorer
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.named import NAMES, STRATEGIES, named
+from skymemory.conductor.strategies.registry import NAMES, STRATEGIES, named
 
 LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash", "lmetric", "block-cost")
 """Those that believe a server to hold what it was sent."""

@@ -14,7 +14,7 @@ from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.estimates import LearnedSpeeds
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
 from skymemory.errors import InvalidInput
 
 

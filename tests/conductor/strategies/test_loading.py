@@ -12,7 +12,7 @@ from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request, seed
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
 from skymemory.conductor.strategies.weighted import Precise
 from skymemory.errors import InvalidInput
 

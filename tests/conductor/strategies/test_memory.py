@@ -11,7 +11,7 @@ from tests.conductor.strategies.fleets import a_fleet
 
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.named import NAMES, named
+from skymemory.conductor.strategies.registry import NAMES, named
 
 BOUNDS = {
     "hash-trie": {"max_blocks": 1_000},

@@ -8,9 +8,9 @@ from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.picker import PrefillTotals, ReportedLoad
-from skymemory.conductor.strategies.base import GainThreshold, RequestNotes, load_bound, loads_of
 from skymemory.conductor.strategies.estimates import UNKNOWN, GivenSpeeds, LearnedSpeeds
 from skymemory.conductor.strategies.hash_trie import depths
+from skymemory.conductor.strategies.strategy_base import GainThreshold, RequestNotes, load_bound, loads_of
 from skymemory.errors import InvalidInput
 from skymemory.native import fit_prefills
 

@@ -13,7 +13,7 @@ import torch
 from tests.lab.door import Door
 
 from skymemory.conductor.picker import PrefillTotals
-from skymemory.router.engines.metrics import read_metrics
+from skymemory.router.engines.engine_metrics import read_metrics
 
 pytestmark = pytest.mark.engine
 BLOCK = 16

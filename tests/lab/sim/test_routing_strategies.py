@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.strategies.named import DEFAULT, NAMES, named
+from skymemory.conductor.strategies.registry import DEFAULT, NAMES, named
 from skymemory_lab.sim.cluster.pool import PrefixCache
 from skymemory_lab.sim.routing import (
     WINDOW_REQUESTS,

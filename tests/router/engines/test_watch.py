@@ -14,7 +14,7 @@ from aiohttp import web
 from tests.router.engines.engine_texts import SGLANG, VLLM
 
 from skymemory.conductor.picker import Fleet, ReportedLoad
-from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, fetch, fetch_metrics
+from skymemory.router.engines.engine_metrics import MetricsWatch, UnreadableMetrics, fetch, fetch_metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

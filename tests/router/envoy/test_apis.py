@@ -18,7 +18,7 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.router.envoy.endpoints import endpoint
 from skymemory.router.envoy.ext_proc import PickerService
-from skymemory.router.envoy.server import endpoint_picker
+from skymemory.router.envoy.picker_server import endpoint_picker
 from skymemory.router.settings import settings_from
 
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"

@@ -23,7 +23,7 @@ from tests.router.envoy.test_ext_proc_server import a_call, with_server
 from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.server import endpoint_picker
+from skymemory.router.envoy.picker_server import endpoint_picker
 from skymemory.router.queue import QueueSettings
 from skymemory.router.settings import settings_from
 

@@ -22,7 +22,7 @@ from tests.router.running import PATIENCE_S, Running, assert_no_cycles, until
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.router.api_keys import new_key, with_key
-from skymemory.router.http.server import serve
+from skymemory.router.http.proxy_server import serve
 from skymemory.router.settings import settings_from
 from skymemory.router.tls import Certificate, self_signed
 

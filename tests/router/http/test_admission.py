@@ -14,7 +14,7 @@ from tests.router.running import Running, until
 
 from skymemory.errors import InvalidInput
 from skymemory.router.api_error import ApiError
-from skymemory.router.http.server import ProxyServer
+from skymemory.router.http.proxy_server import ProxyServer
 from skymemory.router.prompts.reader import Clients
 from skymemory.router.settings import read_settings, settings_from
 

@@ -16,7 +16,7 @@ from tests.router.running import Running, until
 from skymemory.conductor.picker import Fleet, NoServer, Picker, ReportedLoad
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Refusal, Scheduler
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
 from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import alone_schedulers

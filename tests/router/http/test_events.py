@@ -14,7 +14,7 @@ from tests.router.running import Running, until
 
 from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
-from skymemory.router.http.server import ProxyServer
+from skymemory.router.http.proxy_server import ProxyServer
 from skymemory.router.settings import settings_from
 
 TRAINED = small_model_folder()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from skymemory.router.engines.metrics import NoAnswer
+from skymemory.router.engines.engine_metrics import NoAnswer
 from skymemory.router.http.pages import Pages, get_status, reason_of
 from skymemory.router.http.upstream import UpstreamError
 from skymemory.router.tls import Access

@@ -18,7 +18,7 @@ from skymemory.cli.route import _flags
 from skymemory.conductor.cost_model import PRESETS
 from skymemory.errors import InvalidInput
 from skymemory.router.http import two_steps
-from skymemory.router.http.server import ProxyServer
+from skymemory.router.http.proxy_server import ProxyServer
 from skymemory.router.queue import RequestQueue
 from skymemory.router.settings import Settings, settings_from
 

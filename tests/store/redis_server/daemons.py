@@ -18,7 +18,7 @@ from skymemory.addresses import ListenAddress
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, ServerLimits, listen_at
+from skymemory.store.redis_server.daemon import Daemon, ServerLimits, listen_at
 
 
 @contextmanager

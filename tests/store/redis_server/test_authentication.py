@@ -11,7 +11,7 @@ import pytest
 from tests.store.redis_server.daemons import Elsewhere, connected, replies_to, request, serving
 
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import NamedValues
+from skymemory.store.named_values import NamedValues
 from skymemory.store.redis_server.commands import COMMANDS
 
 NO_AUTH = b"-NOAUTH Authentication required.\r\n"

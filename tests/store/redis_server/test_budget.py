@@ -18,7 +18,7 @@ from skymemory.pacing import ByteBudget
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server import budget as budget_module
 from skymemory.store.redis_server.budget import BudgetWaiter, MemoryClaim, Room, SharedBudget
-from skymemory.store.redis_server.server import ServerLimits
+from skymemory.store.redis_server.daemon import ServerLimits
 
 MIB = 1 << 20
 

@@ -21,11 +21,11 @@ from tests.store.redis_server.daemons import Forgetful, daemon, serving, until
 from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import get_named, put_named
+from skymemory.store.named_values import get_named, put_named
 from skymemory.store.redis import RedisStore
-from skymemory.store.redis_server import server
+from skymemory.store.redis_server import daemon as daemon_module
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, ServerLimits, listen_at
+from skymemory.store.redis_server.daemon import Daemon, ServerLimits, listen_at
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_of_daemons_that_start_at_once_at_a_socket_that_was_left_one_listens_the
 
 
 def test_who_holds_the_folder_s_lock_holds_no_daemon_up(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_REPLACED_S", 0.05)
+    monkeypatch.setattr(daemon_module, "_REPLACED_S", 0.05)
     holder = os.open(short, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     listen_at(ListenAddress.parse(f"unix://{short / 'a.sock'}", unix=True)).close()

@@ -21,7 +21,7 @@ from skymemory.store.base import LoadTicket, StoreTicket
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis import NAMESPACE, RedisStore, trailer_of
 from skymemory.store.redis_server.commands import RUN_VALUES
-from skymemory.store.redis_server.server import ServerLimits
+from skymemory.store.redis_server.daemon import ServerLimits
 
 
 class Counting(MemoryStore):

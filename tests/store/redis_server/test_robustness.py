@@ -17,12 +17,13 @@ from tests.store.redis_server.daemons import Forgetful, serving, until
 from skymemory.errors import SkyMemoryError
 from skymemory.store.base import Buffer, LoadTicket, StoreTicket
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import put_named
+from skymemory.store.named_values import put_named
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, trailer_of
-from skymemory.store.redis_server import commands, lifetimes, server
+from skymemory.store.redis_server import commands, lifetimes
+from skymemory.store.redis_server import daemon as daemon_module
 from skymemory.store.redis_server.commands import Commands
+from skymemory.store.redis_server.daemon import Daemon, ServerLimits
 from skymemory.store.redis_server.protocol import LARGE_BYTES
-from skymemory.store.redis_server.server import Daemon, ServerLimits
 
 
 def connect(path: str) -> socket.socket:
@@ -74,7 +75,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
     short: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes within the stall; all of it does not at the least rate."""
-    monkeypatch.setattr(server, "LEAST_BYTES_PER_S", 10 << 20)
+    monkeypatch.setattr(daemon_module, "LEAST_BYTES_PER_S", 10 << 20)
     with MemoryStore(1 << 24) as memory, serving(memory, short, ServerLimits(stall_s=0.3)) as (path, _, commands):
         with connect(path) as sock:
             head = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % size
@@ -87,7 +88,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
 
 
 def test_a_client_that_reads_a_byte_now_and_then_is_ended(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LEAST_BYTES_PER_S", 100 << 20)
+    monkeypatch.setattr(daemon_module, "LEAST_BYTES_PER_S", 100 << 20)
     with MemoryStore(1 << 24) as memory, serving(memory, short, ServerLimits(stall_s=0.3)) as (path, _, commands):
         redis.Redis(unix_socket_path=path).set("large", value(1, 8 << 20))
         with connect(path) as sock:

@@ -15,9 +15,9 @@ import redis
 from tests.store.redis_server.daemons import request
 
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import NamedValues
+from skymemory.store.named_values import NamedValues
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, ServerLimits
+from skymemory.store.redis_server.daemon import Daemon, ServerLimits
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from tests.store.redis_server.daemons import Elsewhere, Forgetful, connected, re
 
 from skymemory.store.base import Buffer
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import NamedValues
+from skymemory.store.named_values import NamedValues
 from skymemory.store.redis import RedisStore
-from skymemory.store.redis_server.server import ServerLimits
+from skymemory.store.redis_server.daemon import ServerLimits
 
 MIB = 1 << 20
 

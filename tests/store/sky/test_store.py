@@ -17,7 +17,7 @@ from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.wire import Op
 from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
-from skymemory.store.named import get_named, named_key, put_named
+from skymemory.store.named_values import get_named, named_key, put_named
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.simulated import SimulatedConstellation

@@ -209,7 +209,7 @@ def _add_conductor(subparsers: Subparsers) -> None:
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    from skymemory.conductor.strategies.named import NAMES
+    from skymemory.conductor.strategies.registry import NAMES
 
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:

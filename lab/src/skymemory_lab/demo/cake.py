@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import SpeedEstimate
-from skymemory.engine.transformers.cake import OtherPrompts
+from skymemory.engine.transformers.cake_prefill import OtherPrompts
 from skymemory.engine.transformers.forward import cache_option
 from skymemory.engine.transformers.huggingface import KVCManager
 from skymemory.engine.transformers.models import TWO_SECOND_SHAPE, build_llama

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from skymemory.conductor.admission.named import options_of
+from skymemory.conductor.admission.registry import options_of
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput, SkyMemoryError

@@ -20,7 +20,7 @@ from skymemory.engine.transformers.layer_reports import LayerReports
 from skymemory.engine.transformers.models import ready_model, ready_tinyllama
 from skymemory.engine.transformers.quantizers import codec_of, one_thread
 from skymemory.errors import CodecUnavailable, InvalidInput
-from skymemory.kv.codec.base import measure
+from skymemory.kv.codec.codec_base import measure
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore

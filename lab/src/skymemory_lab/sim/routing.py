@@ -27,10 +27,10 @@ from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex,
 from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request, seed
-from skymemory.conductor.strategies.base import mix
 from skymemory.conductor.strategies.estimates import PrefillCost
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
-from skymemory.conductor.strategies.named import named
+from skymemory.conductor.strategies.registry import named
+from skymemory.conductor.strategies.strategy_base import mix
 from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
 from skymemory_lab.sim.clock import Clock, Event

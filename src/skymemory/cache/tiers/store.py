@@ -40,7 +40,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.named import Listing, NamedValue, unwrap_store
+from skymemory.store.named_values import Listing, NamedValue, unwrap_store
 from skymemory.store.wrappers import Sketch
 
 PROMOTIONS = ("always", "second hit", "never")

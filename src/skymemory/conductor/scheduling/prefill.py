@@ -12,8 +12,8 @@ from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
 from skymemory.conductor.request import Prompt, PromptPlan, Request
-from skymemory.conductor.strategies.base import Indexed, RequestNotes
 from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
+from skymemory.conductor.strategies.strategy_base import Indexed, RequestNotes
 
 
 class FarTiers(Protocol):

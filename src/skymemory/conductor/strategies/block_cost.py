@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Indexed, RequestNotes
+from skymemory.conductor.strategies.strategy_base import Indexed, RequestNotes
 from skymemory.errors import InvalidInput
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import (
+from skymemory.conductor.strategies.strategy_base import (
     GainThreshold,
     RequestNotes,
     check_factor,

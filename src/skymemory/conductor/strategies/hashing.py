@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.request import HEAD_BYTES, Request
-from skymemory.conductor.strategies.base import (
+from skymemory.conductor.strategies.strategy_base import (
     GainThreshold,
     check_factor,
     hash_words,

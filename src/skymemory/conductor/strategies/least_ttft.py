@@ -19,8 +19,8 @@ from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex,
 from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import GainThreshold, Indexed, RequestNotes
 from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
+from skymemory.conductor.strategies.strategy_base import GainThreshold, Indexed, RequestNotes
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, SET_BACK_S
 

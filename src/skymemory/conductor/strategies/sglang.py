@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import GainThreshold, Indexed, loads_of, ranked_by_load
+from skymemory.conductor.strategies.strategy_base import GainThreshold, Indexed, loads_of, ranked_by_load
 from skymemory.errors import InvalidInput
 
 

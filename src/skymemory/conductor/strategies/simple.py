@@ -9,7 +9,7 @@ import numpy as np
 
 from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import (
+from skymemory.conductor.strategies.strategy_base import (
     NameHashes,
     check_factor,
     hash_words,

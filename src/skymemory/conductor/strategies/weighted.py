@@ -20,7 +20,7 @@ from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, GPU, REMOTE
 from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import MOST_UNDER_WAY, STALE_S, GainThreshold, Indexed, under_way
+from skymemory.conductor.strategies.strategy_base import MOST_UNDER_WAY, STALE_S, GainThreshold, Indexed, under_way
 from skymemory.errors import InvalidInput
 
 

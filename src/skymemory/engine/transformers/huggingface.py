@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, PhaseClock, Saved, StoreResult
 from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
 from skymemory.cache.patience import ComputeRate
-from skymemory.engine.transformers.cake import CakePrefill
+from skymemory.engine.transformers.cake_prefill import CakePrefill
 from skymemory.engine.transformers.computed_tokens import ComputedTokens
 from skymemory.engine.transformers.forward import at_positions, cache_option, forward_options
 from skymemory.engine.transformers.guard import ComputeClock, Guard, GuardHook
@@ -44,7 +44,7 @@ from skymemory.engine.transformers.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
 from skymemory.kv.block import KVLayout
-from skymemory.kv.codec.base import RAW
+from skymemory.kv.codec.codec_base import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.metrics import Counters
 from skymemory.reasons import Miss

@@ -22,8 +22,8 @@ from skymemory.engine.transformers.kv_cache import TORCH_DTYPES
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket
 from skymemory.installation import install_command
 from skymemory.kv.block import KVLayout
-from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.codec.cachegen import LEVELS, CacheGen
+from skymemory.kv.codec.codec_base import RAW, Codec
 
 _SCALE_BYTES = 4
 

@@ -21,12 +21,12 @@ from prometheus_client.registry import Collector
 
 from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
+from skymemory.conductor.strategies.registry import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.feed import Feed, FeedState
 from skymemory.router.engines.follower import EventSource, Follower, ReplayTimeouts
-from skymemory.router.metrics import Family, family
+from skymemory.router.router_metrics import Family, family
 from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel
 

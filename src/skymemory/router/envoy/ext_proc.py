@@ -18,7 +18,7 @@ from itertools import chain
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
-from skymemory.conductor.strategies.base import requests_at
+from skymemory.conductor.strategies.strategy_base import requests_at
 from skymemory.errors import missing_extra
 from skymemory.metrics import Counters
 from skymemory.router import paths

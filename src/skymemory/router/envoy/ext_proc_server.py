@@ -17,7 +17,7 @@ try:
     from google.protobuf.message import DecodeError
     from grpc_health.v1 import health_pb2
 
-    from skymemory.router.envoy.grpc.server import (
+    from skymemory.router.envoy.grpc.grpc_server import (
         INTERNAL,
         NOT_FOUND,
         OK,

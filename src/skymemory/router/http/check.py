@@ -14,12 +14,12 @@ import aiohttp
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
+from skymemory.router.engines.engine_metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
 from skymemory.router.engines.events import KvEvents, event_index
 from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.follower import EventSource, ReplayTimeouts
-from skymemory.router.engines.metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
 from skymemory.router.http.health import MAX_MODELS_BYTES
-from skymemory.router.http.server import ProxyServer
+from skymemory.router.http.proxy_server import ProxyServer
 from skymemory.router.settings import PREFILL, Backend, Settings
 from skymemory.router.tls import Access, Authorities
 

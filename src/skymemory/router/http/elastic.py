@@ -25,12 +25,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from skymemory.conductor.pools import ROLES, ElasticSettings, InstanceSample, PoolController, Role
-from skymemory.conductor.strategies.base import STALE_S
 from skymemory.conductor.strategies.least_ttft import LeastTtft
+from skymemory.conductor.strategies.strategy_base import STALE_S
 from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends, KnownServer
-from skymemory.router.metrics import family
 from skymemory.router.prompts.reader import slo_of
+from skymemory.router.router_metrics import family
 from skymemory.router.settings import BOTH, OVERLAP, PREFILL, Settings
 
 log = logging.getLogger("skymemory.router")

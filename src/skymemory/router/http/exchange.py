@@ -25,7 +25,7 @@ from random import Random
 from typing import TypeVar
 
 from skymemory import native
-from skymemory.conductor.admission.named import weights_of
+from skymemory.conductor.admission.registry import weights_of
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
@@ -48,7 +48,6 @@ from skymemory.router.http.upstream import Pool, Pools, ResponseHead, UpstreamCa
 from skymemory.router.http.via import Via
 from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.limits.turns import Turns
-from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prompts.continuation import ENGINES, MAX_KEPT_BYTES, KeptText, Rest, StreamContinuation
 from skymemory.router.prompts.item_limits import is_read_in_loop
 from skymemory.router.prompts.reader import (
@@ -62,6 +61,7 @@ from skymemory.router.prompts.tokenizing import TooMuchNewText
 from skymemory.router.prompts.unpacking import unpacked
 from skymemory.router.queue import QueueEntry
 from skymemory.router.request_account import DeferredWork, RequestAccount, Usage, UsageReader
+from skymemory.router.router_metrics import ProxyMetrics
 from skymemory.router.settings import Settings
 from skymemory.router.waiting_room import WaitingRoom
 

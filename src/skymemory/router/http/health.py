@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from skymemory.router.backends import Backends, KnownServer
-from skymemory.router.engines.metrics import MetricsWatch, NoAnswer
+from skymemory.router.engines.engine_metrics import MetricsWatch, NoAnswer
 from skymemory.router.http.pages import Pages, get_status, reason_of
 from skymemory.router.http.upstream import UpstreamError
 from skymemory.router.tasks import cancel

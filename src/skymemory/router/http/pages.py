@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from skymemory.errors import connection_reason
-from skymemory.router.engines.metrics import NoAnswer
+from skymemory.router.engines.engine_metrics import NoAnswer
 from skymemory.router.http.upstream import Pool, ResponseHead, UpstreamError
 from skymemory.router.tls import Access
 

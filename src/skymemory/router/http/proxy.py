@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from skymemory.conductor.admission.named import weights_of
+from skymemory.conductor.admission.registry import weights_of
 from skymemory.conductor.request import Request
 from skymemory.router import paths
 from skymemory.router.api_error import ApiError
@@ -24,9 +24,9 @@ from skymemory.router.limits.connections import ConnectionTable, State
 from skymemory.router.limits.files import LEAST_CONNECTIONS, client_connections, open_files
 from skymemory.router.limits.held_bytes import HeldBytes
 from skymemory.router.limits.shares import SharedLimit
-from skymemory.router.metrics import QueueFigures
 from skymemory.router.prefix_state import PrefixState
 from skymemory.router.queue import RequestQueue
+from skymemory.router.router_metrics import QueueFigures
 from skymemory.router.settings import BY_LOAD, Settings
 from skymemory.router.waiting_room import WaitingRoom
 

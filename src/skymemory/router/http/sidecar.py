@@ -21,9 +21,9 @@ from skymemory.router.http.exchange import Exchanges, RequestLog
 from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.two_steps import PREFILLER_HEADERS, TwoStepExchange
 from skymemory.router.http.upstream import Pools
-from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefillers import HEADER, LATER_HEADER, Prefillers, read_host_port
 from skymemory.router.prompts.reader import PROMPT_PATHS
+from skymemory.router.router_metrics import ProxyMetrics
 from skymemory.router.settings import Backend
 
 MAX_NAMED = 16

@@ -5,7 +5,7 @@ Two kinds of keys:
 - ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The value is stored as by other SkyMemory
   clients: the trailer of ``store.redis`` (a mark and a CRC) is checked and removed here, and computed again for each
   reader.
-- Any other key is a name, and its value a named value (``store.named``).
+- Any other key is a name, and its value a named value (``store.named_values``).
 
 **EXISTS leases.** LMCache's native client waits forever if the GET after EXISTS misses. So a key with the answer 1 is
 leased for ``LEASE_S``, its lifetime, or until the next GET. If the store cannot lease, the value is held in the
@@ -33,7 +33,7 @@ from skymemory.store.accounting import BudgetedStore
 from skymemory.store.base import Buffer, KeyLocks, LoadTicket, Presence, Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import Listing, named_payload, unwrap_store
+from skymemory.store.named_values import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 from skymemory.store.redis_server import lifetimes, protocol
 from skymemory.store.redis_server.budget import MemoryClaim, SharedBudget

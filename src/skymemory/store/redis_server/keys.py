@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from skymemory.errors import InvalidInput
-from skymemory.kv.codec.base import RAW
+from skymemory.kv.codec.codec_base import RAW
 from skymemory.kv.value import ValueHeader
 from skymemory.store.base import KEY_BYTES
-from skymemory.store.named import named_key
+from skymemory.store.named_values import named_key
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES
 
 _ODD_NAME = "\0bytes:"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skymemory.store.base import LoadTicket, Presence, Store
-from skymemory.store.named import unwrap_store
+from skymemory.store.named_values import unwrap_store
 
 LEASE_S = 30.0
 _MAX_LEASES = 1 << 16

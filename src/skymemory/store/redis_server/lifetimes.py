@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from skymemory.store.accounting import Deadlines
 from skymemory.store.base import Expiring, Lasting, Store
-from skymemory.store.named import unwrap_store
+from skymemory.store.named_values import unwrap_store
 
 MAX_GIVEN = 1 << 16
 """Limit of lifetimes given to a store that cannot report them."""

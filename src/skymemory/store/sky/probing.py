@@ -27,7 +27,7 @@ from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, ChunkPresence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Buffer, Op
 from skymemory.reasons import Miss
-from skymemory.store.named import NamedValue, named_value
+from skymemory.store.named_values import NamedValue, named_value
 from skymemory.store.sky.shared_index import SharedIndex
 
 _UNANSWERED, _PRESENT, _ABSENT = 0, 1, 2

@@ -43,7 +43,7 @@ from skymemory.store.base import (
     check_ttl,
     value_buffer,
 )
-from skymemory.store.named import NamedValue
+from skymemory.store.named_values import NamedValue
 from skymemory.store.sky.catalog import Catalog, Holders
 from skymemory.store.sky.maintenance import Evictor, Prefetcher
 from skymemory.store.sky.probing import (

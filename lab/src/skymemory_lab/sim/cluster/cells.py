@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.admission.named import admission
+from skymemory.conductor.admission.registry import admission
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput

@@ -18,11 +18,11 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Admission, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.scheduling.kvcache_centric import LoadSources
-from skymemory.conductor.scheduling.named import SCHEDULERS, build
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
+from skymemory.conductor.scheduling.registry import SCHEDULERS, build
 from skymemory.conductor.strategies.estimates import GivenSpeeds, PrefillCost
 from skymemory.conductor.strategies.least_ttft import LeastTtft
-from skymemory.conductor.strategies.named import STRATEGIES, named
+from skymemory.conductor.strategies.registry import STRATEGIES, named
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.config import suggestion
 from skymemory.errors import InvalidInput

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from skymemory.conductor.admission.named import admission as admission_named
+from skymemory.conductor.admission.registry import admission as admission_named
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Request, Slo

@@ -20,7 +20,7 @@ from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.value import block_header
 from skymemory.store.base import Expiring, Store
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import NOT_PROMISED, get_named, unwrap_store
+from skymemory.store.named_values import NOT_PROMISED, get_named, unwrap_store
 from skymemory.store.redis import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex

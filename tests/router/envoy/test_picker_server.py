@@ -27,7 +27,7 @@ from skymemory.keys import first_ring
 from skymemory.router.backends import Backends
 from skymemory.router.envoy.endpoints import endpoint
 from skymemory.router.envoy.ext_proc import PickerService
-from skymemory.router.envoy.server import EndpointPicker, endpoint_picker, needs_restart, reload
+from skymemory.router.envoy.picker_server import EndpointPicker, endpoint_picker, needs_restart, reload
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import RequestAccount
 from skymemory.router.settings import Backend, Settings, settings_from

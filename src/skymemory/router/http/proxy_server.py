@@ -32,10 +32,10 @@ from skymemory.router.http.two_steps import TwoStepExchange
 from skymemory.router.http.upstream import Pools
 from skymemory.router.limits.files import raise_open_files
 from skymemory.router.limits.heap import trimmed_heap
-from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork
+from skymemory.router.router_metrics import ProxyMetrics
 from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel, follow
 from skymemory.router.tls import Certificate

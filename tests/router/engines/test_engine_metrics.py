@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.router.engines.engine_texts import SGLANG, SGLANG_0_5_11, VLLM, VLLM_TWO_ENGINES
 
 from skymemory.conductor.picker import PrefillTotals
-from skymemory.router.engines.metrics import UnreadableMetrics, read_metrics, samples
+from skymemory.router.engines.engine_metrics import UnreadableMetrics, read_metrics, samples
 
 
 def test_vllm() -> None:

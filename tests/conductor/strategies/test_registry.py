@@ -11,7 +11,7 @@ from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds
 from skymemory.conductor.strategies.hashing import BoundedRing
 from skymemory.conductor.strategies.least_ttft import LeastTtft
-from skymemory.conductor.strategies.named import DEFAULT, NAMES, STRATEGIES, named
+from skymemory.conductor.strategies.registry import DEFAULT, NAMES, STRATEGIES, named
 from skymemory.errors import InvalidInput
 
 

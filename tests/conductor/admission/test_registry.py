@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skymemory.conductor.admission.goodput import Goodput
-from skymemory.conductor.admission.named import NAMES, RULES, admission, options_of
+from skymemory.conductor.admission.registry import NAMES, RULES, admission, options_of
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 

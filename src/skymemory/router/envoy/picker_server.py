@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.registry import Collector
 
-from skymemory.conductor.admission.named import weights_of
+from skymemory.conductor.admission.registry import weights_of
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput, os_reason
@@ -26,8 +26,8 @@ from skymemory.keys import KeyRing
 from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import alone_schedulers, decode_picker, forecast_of
+from skymemory.router.engines.engine_metrics import MetricsWatch, fetch
 from skymemory.router.engines.events import EventsWatch, event_index
-from skymemory.router.engines.metrics import MetricsWatch, fetch
 from skymemory.router.envoy.endpoints import (
     BothSources,
     EndpointSource,
@@ -38,7 +38,7 @@ from skymemory.router.envoy.endpoints import (
 )
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.metrics import MetricsPage
+from skymemory.router.envoy.picker_metrics import MetricsPage
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import PREFILL, REFUSE, PickerSettings, Settings

@@ -11,8 +11,8 @@ import pytest
 from tests.router.envoy.grpc.frames import REQUEST, frame, setting, word
 
 from skymemory.router.envoy.grpc import http2 as h
+from skymemory.router.envoy.grpc.grpc_server import Answers, GrpcCall, GrpcServer
 from skymemory.router.envoy.grpc.http2 import PREFACE, WINDOW_BYTES
-from skymemory.router.envoy.grpc.server import Answers, GrpcCall, GrpcServer
 
 LOOP = asyncio.new_event_loop()
 """One for all tests here: gRPC's client keeps one poller for a process, and it complains of loops that were closed."""

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from skymemory.addresses import host_and_port
 from skymemory.errors import SkyMemoryError, cannot_listen
 from skymemory.router.envoy.ext_proc import PickerService
-from skymemory.router.metrics import QueueFigures
+from skymemory.router.router_metrics import QueueFigures
 
 PREFIX = "skymemory_epp_"
 COUNTERS = {

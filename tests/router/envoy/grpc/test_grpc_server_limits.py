@@ -11,7 +11,14 @@ from tests.router.envoy.grpc.frames import REQUEST, frame, frames, setting, word
 
 from skymemory.router.envoy.grpc import http2 as h
 from skymemory.router.envoy.grpc import server as grpc_server
-from skymemory.router.envoy.grpc.server import READ_BYTES, WORK_AT_ONCE, Answers, GrpcCall, GrpcConnection, GrpcServer
+from skymemory.router.envoy.grpc.grpc_server import (
+    READ_BYTES,
+    WORK_AT_ONCE,
+    Answers,
+    GrpcCall,
+    GrpcConnection,
+    GrpcServer,
+)
 
 CALL = h.literals((name.encode(), value.encode()) for name, value in REQUEST)
 BEGIN = h.PREFACE + frame(h.SETTINGS, 0, 0)

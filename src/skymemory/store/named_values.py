@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
-from skymemory.kv.codec.base import RAW
+from skymemory.kv.codec.codec_base import RAW
 from skymemory.kv.value import ValueHeader, unpack_header, unpack_value
 from skymemory.reasons import Miss
 from skymemory.store.base import Buffer, Expiring, Presence, Store, StoreTicket, check_items
