@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skymemory import files
 from skymemory.cache.prefetching import read_habits
 from skymemory.cli.main import main
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
@@ -21,7 +22,7 @@ from skymemory.files import MAX_SETTINGS_BYTES, open_file, read_bounded, write_p
 from skymemory.router.envoy.endpoints import FileSource
 from skymemory.router.prefix_state import load_index
 from skymemory.router.settings import read_cost, read_settings
-from skymemory.router.tls import from_files
+from skymemory.router.tls import Certificate, from_files, self_signed
 from skymemory.testbed.control import read_outages
 from skymemory.testbed.key_file import read_keys
 from skymemory.testbed.open_store import open_store
@@ -110,6 +111,36 @@ def test_commands_say_what_is_wrong_with_a_file(
     status = main([word.replace("FILE", str(path)) for word in command])
     said = capsys.readouterr().err
     assert status == 2 and str(path) in said and "expected a regular file" in said
+
+
+@pytest.mark.parametrize("which", ["certificate", "key"])
+@pytest.mark.timeout(10)
+def test_a_pipe_is_no_certificate(which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = self_signed()
+    parts = {"certificate": pair.chain, "key": pair.key}
+    for name, data in parts.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / which).unlink()
+    paths = [str(_fifo(tmp_path / which) if name == which else tmp_path / name) for name in parts]
+    command = ["store", "serve", "memory", "--listen", f"unix://{tmp_path}/socket"]
+    assert main([*command, "--tls-cert", paths[0], "--tls-key", paths[1]]) == 2
+    assert "expected a regular file" in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match="expected a regular file"):
+        Certificate.check(Path(paths[0]), Path(paths[1]))
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_that_nobody_uses_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIPE_S", 0.2)
+    pipe, store = str(_fifo(tmp_path / "pipe")), ["--store", f"disk://{tmp_path / 'values'}?budget=1MiB"]
+    (tmp_path / "value").write_bytes(b"value")
+    assert main(["kv", "put", pipe, "--key", "a", *store]) == 2
+    assert "a pipe into which nobody wrote within 0.2 s" in capsys.readouterr().err
+    assert main(["kv", "put", str(tmp_path / "value"), "--key", "a", *store]) == 0
+    assert main(["kv", "get", "a", "--out", pipe, *store]) == 2
+    assert f"cannot write {pipe}" in capsys.readouterr().err
 
 
 @pytest.mark.brief()

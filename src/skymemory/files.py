@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import select
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from skymemory.errors import InvalidInput, cannot_read, quoted
 from skymemory.units import format_size
 
 _PIECE_BYTES = 2**20
+PIPE_S = 10.0
 
 MAX_SETTINGS_BYTES = 2**20
 MAX_TABLE_BYTES = 64 * 2**20
@@ -74,8 +76,10 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
         OSError: it cannot be written.
     """
     if path.exists() and not path.is_file():
-        with _naming(path):
-            path.write_bytes(data)
+        # Without O_NONBLOCK, opening a pipe that nobody reads would block.
+        with _naming(path), open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
+            file.write(data)
         return
     path = path.resolve()
     scratch = path.with_name(f".{path.name[:200]}.{os.getpid()}")
@@ -103,12 +107,16 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     """Open a regular file, or with ``pipes`` also a pipe, for reading.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: it cannot be opened, is something else, or is a pipe into which nobody writes within ``PIPE_S``.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block before its type can be checked.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | (0 if pipes else os.O_NONBLOCK))
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
+        if not stat.S_ISREG(mode) and not select.select([fd], [], [], PIPE_S)[0]:
+            os.close(fd)
+            raise OSError(errno.ETIMEDOUT, f"it is a pipe into which nobody wrote within {PIPE_S:g} s", str(path))
+        os.set_blocking(fd, True)
         return os.fdopen(fd, "rb")
     os.close(fd)
     if stat.S_ISDIR(mode):

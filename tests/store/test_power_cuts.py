@@ -241,7 +241,17 @@ def test_key_files_are_the_old_or_the_new_ones_by_many_dice(tmp_path: Path) -> N
     cut_keys(tmp_path, range(60), 0)
 
 
-@pytest.mark.parametrize("found", [b"", bytes(23), bytes(4096), b"skymemory dis", b"skymemory" + bytes(14), GARBAGE])
+def flipped(at: int, bits: int) -> bytes:
+    sound = bytearray(b"skymemory disk store 1\n")
+    sound[at] ^= bits
+    return bytes(sound)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [b"", bytes(23), bytes(4096), b"skymemory dis", b"skymemory" + bytes(14), GARBAGE]
+    + [flipped(0, 1), flipped(11, 1), flipped(22, 2), flipped(21, 1)],
+)
 def test_a_torn_format_is_written_again_beside_values_of_ours(
     tmp_path: Path, found: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ from skymemory.cli._options import add_rare_settings, size
 from skymemory.config import duration, setting, whole_number
 from skymemory.config import size as size_of
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen, cannot_read, os_reason
-from skymemory.files import read_bounded
+from skymemory.files import check_readable, read_bounded
 from skymemory.text import write_line
 
 if TYPE_CHECKING:
@@ -158,6 +158,8 @@ def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
         raise InvalidInput("--tls-cert and --tls-key go together")
     if args.tls_cert is None:
         return None
+    for path in (args.tls_cert, args.tls_key):
+        check_readable(path)  # OpenSSL would wait for a pipe's writer
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(args.tls_cert, args.tls_key)

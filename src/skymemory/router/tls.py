@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from skymemory.errors import InvalidInput, missing_extra, os_reason
-from skymemory.files import read_bounded
+from skymemory.files import check_readable, read_bounded
 from skymemory.router.tasks import Stamp, stamp
 
 _KEY = re.compile(rb"[!-~]{1,4096}")
@@ -45,6 +45,8 @@ class Certificate:
 
 
 def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
+    for path in (chain, key):
+        check_readable(path)  # OpenSSL would wait for a pipe's writer
     try:
         context.load_cert_chain(chain, key)
     except ssl.SSLError as error:

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = "skymemory disk store 1\n"
 _OURS = {"format", "lock", "values"}
+_MOST_FLIPPED = 4
+"""Bytes of ``format`` that may differ where the values prove the store ours: more is another program's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,9 @@ class StoreDirectory:
             raise LaterFile(f"{path} is damaged, and a later release wrote here: {error}; use that release") from error
         is_torn = all(byte in (0, expected) for byte, expected in zip(content, _FORMAT.encode(), strict=False))
         is_torn = is_torn and not any(content[len(_FORMAT) :])
-        if (is_torn and not foreign) or (ours and not text.strip().isprintable()):
+        flipped = sum(byte != expected for byte, expected in zip(content, _FORMAT.encode(), strict=False))
+        is_damaged = not text.strip().isprintable() or (len(content) == len(_FORMAT) and flipped <= _MOST_FLIPPED)
+        if (is_torn and not foreign) or (ours and is_damaged):
             if not ours and content:
                 self._check_strangers()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.store.redis_server.daemons import Elsewhere, connected, request, serv
 from skymemory.pacing import ByteBudget
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server import budget as budget_module
-from skymemory.store.redis_server.budget import BudgetWaiter, MemoryClaim, Room, SharedBudget
+from skymemory.store.redis_server.budget import BLAMED_S, SLOW_S, BudgetWaiter, MemoryClaim, Room, SharedBudget
 from skymemory.store.redis_server.daemon import ServerLimits
 
 MIB = 1 << 20
@@ -33,7 +34,7 @@ def room(*held: MemoryClaim, limit_bytes: int = 100, want_bytes: int = 50, newco
     for each in held:
         held_bytes, each.held_bytes = each.held_bytes, 0
         made.change(each, held_bytes)
-    made.waiting.append(BudgetWaiter(newcomer or claim(waits=True), want_bytes, 0.0))
+    made.add(BudgetWaiter(newcomer or claim(waits=True), want_bytes, 0.0))
     return made
 
 
@@ -84,6 +85,69 @@ def test_a_client_pays_in_the_end(held: list[tuple[int, float, bool]], want_byte
     if payer is not None and now_s < 15.0:
         assert payer.due_s <= now_s or all(each.waits for each in claims)
     assert full.payer(60.0) is not None
+
+
+def at(address: str) -> MemoryClaim:
+    return MemoryClaim(lambda: None, waits=True, address=address)
+
+
+def test_clients_at_an_address_where_others_gave_way_are_behind() -> None:
+    overdue = MemoryClaim(lambda: None, 100, 1.0, address="there")
+    full = room(overdue, newcomer=at("there"))
+    full.add(BudgetWaiter(at("here"), 90, 1.0))
+    assert full.first(1.0).claim.address == "there"
+    full.blame(overdue, 1.0)
+    assert full.first(1.0).claim.address == "here"
+    assert full.first(30.0).claim.address == "here", "however long others have waited"
+    full.remove(full.first(30.0))
+    assert full.first(30.0).claim.address == "there"
+    full.add(BudgetWaiter(at("here"), 90, 1.0 + BLAMED_S))
+    assert full.first(1.0 + BLAMED_S).claim.address == "there", "that is forgotten"
+
+
+def test_who_gives_way_though_it_moved_is_not_to_blame() -> None:
+    holds = MemoryClaim(lambda: None, 100, 50.0, address="there")
+    full = room(holds, newcomer=at("there"))
+    full.blame(holds, 16.0)
+    full.add(BudgetWaiter(at("here"), 90, 15.0))
+    assert full.first(16.0).claim.address == "there"
+
+
+def test_each_that_gives_way_halves_the_time_of_others_at_its_address() -> None:
+    def overdue_at_s(full: Room, holder: MemoryClaim) -> float:
+        return next(step / 1000 for step in range(20_000) if full.payer(step / 1000) is holder)
+
+    here, there = (MemoryClaim(lambda: None, 100, 10.0, address=address) for address in ("here", "there"))
+    full = room(here)
+    for times in (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0625):
+        assert overdue_at_s(full, here) == pytest.approx(10.0 - SLOW_S * (1 - times), abs=0.002)
+        full.blame(here, 10.0)
+    assert overdue_at_s(room(there), there) == 10.0
+
+
+def test_readers_that_do_not_read_hold_up_a_newcomer_for_seconds_however_many_they_are(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixty ask before it for as much as may be in flight: a patience of 0.3 s for each would be 18 s."""
+    monkeypatch.setattr(budget_module, "SLOW_S", 0.3)
+    monkeypatch.setattr(budget_module, "LEAST_SHARED_BYTES_PER_S", 100 * MIB)
+    with (
+        Elsewhere(128 * MIB) as store,
+        serving(store, short, ServerLimits(stall_s=60.0), in_flight_bytes=40 * MIB, wait_s=60.0) as (path, _, commands),
+    ):
+        client = redis.Redis(unix_socket_path=path, retry=None, socket_timeout=60.0)
+        large = value(1, 32 * MIB)
+        client.set("large", large)
+        readers = [socket.socket(socket.AF_UNIX) for _ in range(60)]
+        for reader in readers:
+            reader.connect(path)
+            reader.sendall(request(b"GET", b"large"))
+        until(lambda: len(commands.budget._room.waiting) == 59)
+        began_s = time.monotonic()
+        assert client.get("large") == large
+        assert time.monotonic() - began_s < 12.0
+        for reader in readers:
+            reader.close()
 
 
 def test_small_values_never_wait_and_large_ones_wait_in_order() -> None:

@@ -1,9 +1,11 @@
 """Memory budget that clients share: bytes of values in transfer, and of commands queued for EXEC.
 
-Clients wait in order of arrival. To let the first proceed, a client gives way:
+Clients wait in order of arrival, those at addresses that had to give way lately after all others. To let the first
+proceed, a client gives way:
 
 1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
-   ``LEAST_SHARED_BYTES_PER_S``;
+   ``LEAST_SHARED_BYTES_PER_S``; each time a client at its address had to give way, ``SLOW_S`` is halved there, for
+   ``BLAMED_S``;
 2. after ``fair_s``, unless the first wants more than a share (the limit divided by the clients that hold memory or
    wait): the largest in a transfer that holds more;
 3. if all holders are waiting themselves: the largest.
@@ -25,7 +27,9 @@ BRIEF_BYTES = 64 << 10
 """Size up to which values do not wait: slow large transfers cannot block them."""
 SLOW_S = 1.0
 LEAST_SHARED_BYTES_PER_S = 1 << 20
-_LOOK_AGAIN_S = 0.1
+BLAMED_S = 60.0
+_MOST_HALVED = 4
+_LOOK_AGAIN_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,7 @@ class MemoryClaim:
     due_s: float = math.inf
     waits: bool = False
     is_ended: bool = False
+    address: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +60,10 @@ class Room:
     fair_s: float
     holders: dict[MemoryClaim, None] = field(default_factory=dict)
     waiting: list[BudgetWaiter] = field(default_factory=list)
+    blamed: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By address: how often a client had to give way, and when last."""
+    _first: BudgetWaiter | None = None
+    _first_until_s: float = 0.0
 
     def change(self, claim: MemoryClaim, by_bytes: int) -> None:
         self.bytes.change(by_bytes)
@@ -64,21 +73,52 @@ class Room:
         else:
             self.holders.pop(claim, None)
 
+    def first(self, now_s: float) -> BudgetWaiter:
+        """Return who gets memory next."""
+        if self._first is None or now_s >= self._first_until_s:
+            self._first_until_s = now_s + _LOOK_AGAIN_S
+            self._first = min(self.waiting, key=lambda waiter: self._times_blamed(waiter.claim, now_s) > 0)
+        return self._first
+
+    def add(self, waiter: BudgetWaiter) -> None:
+        self.waiting.append(waiter)
+        self._first = None
+
+    def remove(self, waiter: BudgetWaiter) -> None:
+        self.waiting.remove(waiter)
+        self._first = None
+
+    def blame(self, claim: MemoryClaim, now_s: float) -> None:
+        """Record that a client gives way; one that moved, but held more than a share, is not to blame."""
+        if not self._is_overdue(claim, now_s):
+            return
+        self._first = None
+        self.blamed = {address: one for address, one in self.blamed.items() if now_s - one[1] < BLAMED_S}
+        self.blamed[claim.address] = self._times_blamed(claim, now_s) + 1, now_s
+
     def payer(self, now_s: float) -> MemoryClaim | None:
         """Return the client that must give way; None if memory is about to be freed, or no client is at fault."""
-        first = self.waiting[0]
+        first = self.first(now_s)
         if any(claim.is_ended for claim in self.holders):
             return None
         moving = [claim for claim in self.holders if not claim.waits]
         if not moving:
             return _largest(self.holders)
-        overdue = _largest(claim for claim in moving if claim.due_s <= now_s)
+        overdue = _largest(claim for claim in moving if self._is_overdue(claim, now_s))
         if overdue is not None or now_s - first.since_s < self.fair_s:
             return overdue
         share_bytes = self.bytes.limit_bytes / len(self.holders.keys() | {waiter.claim for waiter in self.waiting})
         if first.size_bytes > share_bytes:
             return None
         return _largest(claim for claim in moving if claim.due_s < math.inf and claim.held_bytes > share_bytes)
+
+    def _times_blamed(self, claim: MemoryClaim, now_s: float) -> int:
+        times, at_s = self.blamed.get(claim.address, (0, -math.inf))
+        return times if now_s - at_s < BLAMED_S else 0
+
+    def _is_overdue(self, claim: MemoryClaim, now_s: float) -> bool:
+        halvings = min(self._times_blamed(claim, now_s), _MOST_HALVED)
+        return claim.due_s - SLOW_S * (1 - 0.5**halvings) <= now_s
 
 
 def _largest(claims: Iterable[MemoryClaim]) -> MemoryClaim | None:
@@ -117,29 +157,32 @@ class SharedBudget:
     def _wait(self, waiter: BudgetWaiter, timeout_s: float) -> bool:
         room, claim = self._room, waiter.claim
         deadline_s = waiter.since_s + timeout_s
-        room.waiting.append(waiter)
+        room.add(waiter)
         claim.waits = True
         try:
-            while not (room.waiting[0] is waiter and room.bytes.has_room(waiter.size_bytes)):
+            while True:
                 now_s = self._clock()
+                is_first = room.first(now_s) is waiter
+                if is_first and room.bytes.has_room(waiter.size_bytes):
+                    return True
                 if now_s >= deadline_s or waiter.is_refused or claim.is_ended:
                     return False
-                if room.waiting[0] is waiter and (payer := room.payer(now_s)) is not None:
-                    self._charge(payer)
+                if is_first and (payer := room.payer(now_s)) is not None:
+                    self._charge(payer, now_s)
                 self._freed.wait(_LOOK_AGAIN_S)
-            return True
         finally:
             claim.waits = False
-            room.waiting.remove(waiter)
+            room.remove(waiter)
             self._freed.notify_all()
 
-    def _charge(self, payer: MemoryClaim) -> None:
+    def _charge(self, payer: MemoryClaim, now_s: float) -> None:
         if payer.waits:
             for waiter in self._room.waiting:
                 waiter.is_refused |= waiter.claim is payer
             self._freed.notify_all()
             return
         payer.is_ended = True
+        self._room.blame(payer, now_s)
         self.ended_clients += 1
         payer.end()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hmac
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,11 +47,8 @@ _REDIS_VERSION = b"7.2.0"
 """Version by which clients choose commands."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
 NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
-_NOT_AN_INTEGER = "value is not an integer or out of range"
 _OK = b"+OK\r\n"
 _CRLF = b"\r\n"
-_INT64 = re.compile(rb"0|-?[1-9][0-9]{0,18}")
-_INT64_BYTES = 20
 _FLUSHED_AT_ONCE = 256
 _MAX_CLIENT_NAME_BYTES = 1024
 
@@ -157,7 +153,7 @@ class Commands:
         verb = _verb(words)
         command = self._known(verb)
         if len(words) > command.most:
-            raise Refused(f"wrong number of arguments for '{verb.lower()}' command")
+            raise _wrong_number(verb)
         if size_bytes > most_bytes:
             self.counters.add("refused")
             raise Refused(
@@ -189,8 +185,10 @@ class Commands:
         self.counters.add("commands")
         try:
             command = self._known(verb)
-            if not command.least <= len(words) - 1 <= command.most:
-                raise Refused(f"wrong number of arguments for '{verb.lower()}' command")
+            # Like Redis, a command with options is queued however many words follow: EXEC answers its error.
+            is_counted = transaction is None or command.is_at_once or command.least == command.most
+            if len(words) - 1 < command.least or (is_counted and len(words) - 1 > command.most):
+                raise _wrong_number(verb)
             if not (session.authenticated or command.needs_no_password):
                 raise _no_auth()
             if transaction is None or command.is_at_once:
@@ -283,6 +281,7 @@ class Commands:
     def _hello(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         version = _bytes(words[0]) if words else b"%d" % session.reply.version
         if version not in (b"2", b"3"):
+            _parse_integer(version)
             raise Refused("unsupported protocol version", "NOPROTO")
         options = [_bytes(word) for word in words[1:]]
         name = session.name
@@ -527,17 +526,18 @@ class Commands:
             self.budget.give_back(session.claim, size_bytes or 0)
 
     def _setex(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._set_for(session, words, "setex", 1.0)
+        yield self._set_for(session, words, "setex", b"EX")
 
     def _psetex(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._set_for(session, words, "psetex", 1e-3)
+        yield self._set_for(session, words, "psetex", b"PX")
 
-    def _set_for(self, session: Session, words: Sequence[Word], verb: str, unit_s: float) -> Pieces:
+    def _set_for(self, session: Session, words: Sequence[Word], verb: str, unit: bytes) -> Pieces:
         number = _parse_integer(words[1])
         if number <= 0:
             raise Refused(f"invalid expire time in '{verb}' command")
+        ttl_s = _ttl_of(number, unit)
         self._check_lifetimes()
-        self._put(session, [(_key(words[0]), words[2])], Options(ttl_s=number * unit_s))
+        self._put(session, [(_key(words[0]), words[2])], Options(ttl_s=ttl_s))
         return [_OK]
 
     def _setnx(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -554,17 +554,20 @@ class Commands:
         yield self._add(session, words[0], -1)
 
     def _incrby(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._add(session, words[0], _int64(_bytes(words[1])))
+        yield self._add(session, words[0], _parse_integer(words[1]))
 
     def _decrby(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._add(session, words[0], -_int64(_bytes(words[1])))
+        number = _parse_integer(words[1])
+        if number == -(1 << 63):
+            raise Refused("decrement would overflow")
+        yield self._add(session, words[0], -number)
 
     def _add(self, session: Session, word: Word, by: int) -> Pieces:
         key = _key(word)
         with self._written(session, [key.stored]):
             with self._reading(session, key) as pieces:
-                text = b"".join(piece[: _INT64_BYTES + 1] for piece in pieces) if pieces is not None else b"0"
-            number = _int64(text) + by
+                text = b"".join(piece[: lifetimes.INT64_BYTES + 1] for piece in pieces) if pieces is not None else b"0"
+            number = _parse_integer(text) + by
             if not -(1 << 63) <= number < 1 << 63:
                 raise Refused("increment or decrement would overflow")
             self._put_held([(key.stored, _to_store(key, b"%d" % number))], Options(keeps=True))
@@ -676,19 +679,19 @@ class Commands:
         yield [protocol.integer(sum(presence is Presence.HIT for presence in self._store.lookup(keys)))]
 
     def _expire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _parse_integer(words[1]))
+        yield self._expire_in(session, words, b"EX")
 
     def _pexpire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _parse_integer(words[1]) / 1000)
+        yield self._expire_in(session, words, b"PX")
 
     def _expireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _parse_integer(words[1]) - time.time())
+        yield self._expire_in(session, words, b"EXAT")
 
     def _pexpireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _parse_integer(words[1]) / 1000 - time.time())
+        yield self._expire_in(session, words, b"PXAT")
 
-    def _expire_in(self, session: Session, words: Sequence[Word], ttl_s: float) -> Pieces:
-        key = _key(words[0]).stored
+    def _expire_in(self, session: Session, words: Sequence[Word], unit: bytes) -> Pieces:
+        key, ttl_s = _key(words[0]).stored, _ttl_of(_parse_integer(words[1]), unit)
         conditions = {_bytes(word).upper() for word in words[2:]}
         if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
             raise Refused("syntax error: expected NX, or XX and one of GT and LT")
@@ -802,7 +805,10 @@ class Commands:
         closes = False
         for words in transaction.requests:
             try:
-                parts = list(COMMANDS[_verb(words)].run(self, session, words[1:]))
+                command = COMMANDS[_verb(words)]
+                if len(words) - 1 > command.most:
+                    raise _wrong_number(_verb(words))
+                parts = list(command.run(self, session, words[1:]))
                 replies += chain.from_iterable(parts)
             except (Refused, SkyMemoryError) as error:
                 replies.append(error_reply(error))
@@ -825,7 +831,7 @@ class Commands:
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """List all names at once: satellites have no position from which to continue."""
         cursor, *option_words = map(_bytes, words)
-        if not cursor.isdigit():
+        if not (not cursor or cursor.removeprefix(b"-").isdigit()):
             raise Refused("invalid cursor")
         options = {b"MATCH": b"*", b"COUNT": b"10", b"TYPE": b"string"}
         for option, value in zip(map(bytes.upper, option_words[::2]), option_words[1::2], strict=False):
@@ -835,7 +841,7 @@ class Commands:
         if len(option_words) % 2 or _parse_integer(options[b"COUNT"]) < 1:
             raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
         head = protocol.array_head(2) + protocol.bulk(b"0")
-        if cursor.strip(b"0") or options[b"TYPE"].lower() != b"string":
+        if cursor.strip(b"-0") or options[b"TYPE"].lower() != b"string":
             yield [head, protocol.array(())]
         else:
             yield from self._names(session, options[b"MATCH"], head)
@@ -904,6 +910,10 @@ def _bulk_pieces(pieces: Pieces) -> Pieces:
     return [protocol.bulk_head(size_bytes), *pieces, _CRLF]
 
 
+def _wrong_number(verb: str) -> Refused:
+    return Refused(f"wrong number of arguments for '{verb.lower()}' command")
+
+
 def _no_auth() -> Refused:
     return Refused("Authentication required.", "NOAUTH")
 
@@ -941,7 +951,7 @@ def _keys_of(transaction: Transaction) -> Iterator[bytes]:
 
 def _pairs(words: Sequence[Word], verb: str) -> list[tuple[Key, Word]]:
     if len(words) % 2:
-        raise Refused(f"wrong number of arguments for '{verb}' command")
+        raise _wrong_number(verb)
     return [(_key(key), value) for key, value in zip(words[::2], words[1::2], strict=True)]
 
 
@@ -959,17 +969,18 @@ def _to_store(key: Key, value: Word) -> Buffer:
     return stored
 
 
+def _ttl_of(number: int, unit: bytes) -> float:
+    try:
+        return lifetimes.ttl_of(number, unit, time.time())
+    except ValueError as wrong:
+        raise Refused(str(wrong)) from None
+
+
 def _parse_integer(word: Word) -> int:
     try:
         return lifetimes.parse_integer(_bytes(word))
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
-
-
-def _int64(text: bytes) -> int:
-    if len(text) > _INT64_BYTES or _INT64.fullmatch(text) is None or not -(1 << 63) <= int(text) < 1 << 63:
-        raise Refused(_NOT_AN_INTEGER)
-    return int(text)
 
 
 _MANY = protocol.MAX_ARGUMENTS
@@ -1015,7 +1026,14 @@ COMMANDS: dict[str, Command] = {
     "MGET": Command("key …", 1, _MANY, Commands._mget, _ALL),
     "GETSET": Command("key value", 2, 2, Commands._getset, _FIRST, _SECOND),
     "GETDEL": Command("key", 1, 1, Commands._getdel, _FIRST),
-    "GETEX": Command("key [EX s|PX ms|EXAT s|PXAT ms|PERSIST]", 1, 3, Commands._getex, _FIRST, differs=_LASTS),
+    "GETEX": Command(
+        "key [EX s|PX ms|EXAT s|PXAT ms|PERSIST]",
+        1,
+        3,
+        Commands._getex,
+        _FIRST,
+        differs=f"{_LASTS}; a wrong lifetime is refused though the key is absent",
+    ),
     "STRLEN": Command("key", 1, 1, Commands._strlen, _FIRST),
     "SET": Command(
         "key value [NX|XX] [GET] [EX s|PX ms|EXAT s|PXAT ms|KEEPTTL]",

@@ -252,6 +252,15 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
+def _address_of(sock: socket.socket) -> str:
+    """Return the client's host; "" for a Unix socket."""
+    try:
+        peer = sock.getpeername()
+    except OSError:  # it has disconnected
+        return ""
+    return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
 class Conversation:
     def __init__(
         self, number: int, sock: socket.socket, commands: Commands, limits: ServerLimits, stopping: threading.Event
@@ -260,7 +269,7 @@ class Conversation:
         self._commands = commands
         self._limits = limits
         self._stopping = stopping
-        self._claim = MemoryClaim(self._end_for_others)
+        self._claim = MemoryClaim(self._end_for_others, address=_address_of(sock))
         self._session = Session(number, authenticated=not commands.asks_password, claim=self._claim)
         self._parser = RequestParser(MAX_BULK_BYTES, trusted=self._session.authenticated)
         self._pace = TransferDeadline(limits.stall_s)

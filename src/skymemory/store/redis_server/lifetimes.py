@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ class Options:
     keeps: bool = False
 
 
-_UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
+INT64_BYTES = 20
+_INT64 = re.compile(rb"0|-?[1-9][0-9]*")
+_UNIT_MS = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
@@ -98,24 +101,33 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
             condition = option
         elif option == b"GET":
             get = True
-        elif lifetime:
+        elif lifetime not in (b"", option):
             return None
         else:
             lifetime = option
-            if option in _UNITS:
+            if option in _UNIT_MS:
                 if not remaining:
                     return None
                 number = parse_integer(remaining.pop(0))
                 if number <= 0:
                     raise ValueError("invalid expire time")
-                ttl_s = number * _UNITS[option] - (unix_s if option.endswith(b"AT") else 0.0)
+                ttl_s = ttl_of(number, option, unix_s)
     return Options(condition, get, ttl_s, persist=lifetime == b"PERSIST", keeps=lifetime == b"KEEPTTL")
 
 
+def ttl_of(number: int, unit: bytes, unix_s: float) -> float:
+    """Return the seconds left of a lifetime of EX, PX, EXAT or PXAT; ValueError if its end in ms exceeds 64 bits."""
+    is_time, ms = unit.endswith(b"AT"), number * _UNIT_MS[unit]
+    if not -(1 << 63) <= ms < (1 << 63) - (0 if is_time else int(unix_s * 1000)):
+        raise ValueError("invalid expire time")
+    return ms / 1000 - (unix_s if is_time else 0.0)
+
+
 def parse_integer(word: bytes) -> int:
-    if not (word.removeprefix(b"-").isdigit() and len(word) <= 15):
+    """Return a whole number of 64 bits, as Redis reads it; else ValueError."""
+    if len(word) > INT64_BYTES or _INT64.fullmatch(word) is None or not -(1 << 63) <= int(word) < 1 << 63:
         raise ValueError("value is not an integer or out of range")
     return int(word)
 
 
-LIFETIMES = frozenset(_UNITS)
+LIFETIMES = frozenset(_UNIT_MS)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.router.envoy.grpc.frames import REQUEST, frame, frames, setting, word
 
+from skymemory.router.envoy.grpc import grpc_server
 from skymemory.router.envoy.grpc import http2 as h
-from skymemory.router.envoy.grpc import server as grpc_server
 from skymemory.router.envoy.grpc.grpc_server import (
     READ_BYTES,
     WORK_AT_ONCE,
