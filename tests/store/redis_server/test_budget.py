@@ -18,7 +18,7 @@ from tests.store.redis_server.daemons import Elsewhere, connected, request, serv
 from skymemory.pacing import ByteBudget
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server import budget as budget_module
-from skymemory.store.redis_server.budget import BLAMED_S, SLOW_S, BudgetWaiter, MemoryClaim, Room, SharedBudget
+from skymemory.store.redis_server.budget import BLAMED_S, BudgetWaiter, MemoryClaim, Room, SharedBudget
 from skymemory.store.redis_server.daemon import ServerLimits
 
 MIB = 1 << 20
@@ -117,10 +117,10 @@ def test_each_that_gives_way_halves_the_time_of_others_at_its_address() -> None:
     def overdue_at_s(full: Room, holder: MemoryClaim) -> float:
         return next(step / 1000 for step in range(20_000) if full.payer(step / 1000) is holder)
 
-    here, there = (MemoryClaim(lambda: None, 100, 10.0, address=address) for address in ("here", "there"))
+    here, there = (MemoryClaim(lambda: None, 100, 10.0, address=at, allowed_s=2.0) for at in ("here", "there"))
     full = room(here)
     for times in (1.0, 0.5, 0.25, 0.125, 0.0625, 0.0625):
-        assert overdue_at_s(full, here) == pytest.approx(10.0 - SLOW_S * (1 - times), abs=0.002)
+        assert overdue_at_s(full, here) == pytest.approx(10.0 - 2.0 * (1 - times), abs=0.002)
         full.blame(here, 10.0)
     assert overdue_at_s(room(there), there) == 10.0
 

@@ -4,8 +4,7 @@ Clients wait in order of arrival, those at addresses that had to give way lately
 proceed, a client gives way:
 
 1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
-   ``LEAST_SHARED_BYTES_PER_S``; each time a client at its address had to give way, ``SLOW_S`` is halved there, for
-   ``BLAMED_S``;
+   ``LEAST_SHARED_BYTES_PER_S``; each client that had to give way halves that time at its address, for ``BLAMED_S``;
 2. after ``fair_s``, unless the first wants more than a share (the limit divided by the clients that hold memory or
    wait): the largest in a transfer that holds more;
 3. if all holders are waiting themselves: the largest.
@@ -42,6 +41,17 @@ class MemoryClaim:
     waits: bool = False
     is_ended: bool = False
     address: str = ""
+    allowed_s: float = 0.0
+    """Time for the next bytes, which ends at ``due_s``."""
+
+    def expect(self, size_bytes: int) -> None:
+        """Begin the time for the client's next ``size_bytes``."""
+        self.allowed_s = SLOW_S + size_bytes / LEAST_SHARED_BYTES_PER_S
+        self.due_s = time.monotonic() + self.allowed_s
+
+    def on_moved(self, size_bytes: int) -> None:
+        more_s = size_bytes / LEAST_SHARED_BYTES_PER_S
+        self.due_s = min(self.due_s + more_s, time.monotonic() + self.allowed_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +128,7 @@ class Room:
 
     def _is_overdue(self, claim: MemoryClaim, now_s: float) -> bool:
         halvings = min(self._times_blamed(claim, now_s), _MOST_HALVED)
-        return claim.due_s - SLOW_S * (1 - 0.5**halvings) <= now_s
+        return claim.due_s - claim.allowed_s * (1 - 0.5**halvings) <= now_s
 
 
 def _largest(claims: Iterable[MemoryClaim]) -> MemoryClaim | None:
@@ -185,7 +195,3 @@ class SharedBudget:
         self._room.blame(payer, now_s)
         self.ended_clients += 1
         payer.end()
-
-
-def due_s(size_bytes: int) -> float:
-    return time.monotonic() + SLOW_S + size_bytes / LEAST_SHARED_BYTES_PER_S

@@ -31,7 +31,7 @@ from skymemory import native
 from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.store.redis_server import protocol
-from skymemory.store.redis_server.budget import BRIEF_BYTES, LEAST_SHARED_BYTES_PER_S, MemoryClaim, due_s
+from skymemory.store.redis_server.budget import BRIEF_BYTES, MemoryClaim
 from skymemory.store.redis_server.commands import NO_BYTES, Close, Commands, Pieces, Refused, Run, Session, error_reply
 from skymemory.store.redis_server.protocol import (
     MAX_BULK_BYTES,
@@ -388,7 +388,7 @@ class Conversation:
             self._booked_small_bytes += held_bytes
         idle = self._parser.idle
         if self._claim.held_bytes:
-            self._claim.due_s = due_s(self._read_bytes)
+            self._claim.expect(self._read_bytes)
         try:
             data = self._sock.recv(self._read_bytes)
         except (BlockingIOError, TimeoutError):
@@ -516,14 +516,14 @@ def receive_all(
     secured = isinstance(sock, ssl.SSLSocket)
     try:
         if size_bytes <= _WHOLE_BYTES and not secured:
-            claim.due_s = due_s(size_bytes)
+            claim.expect(size_bytes)
             return native.receive_all(sock.fileno(), head, size_bytes, timeout_s, tail)
         deadline_s = time.monotonic() + timeout_s
         data = io.BytesIO(bytes(len(head) + size_bytes))  # BytesIO neither fills nor copies its memory
         data.getbuffer()[: len(head)] = head
         for remaining in (data.getbuffer()[len(head) :], memoryview(tail)):
             while remaining:
-                claim.due_s = due_s(_PART_BYTES)
+                claim.expect(_PART_BYTES)
                 received = sock.recv_into(remaining[:_PART_BYTES], 0, 0 if secured else socket.MSG_WAITALL)
                 if not received:
                     raise ConnectionError("the client went in the middle of a value")
@@ -564,7 +564,7 @@ class ReplyBuffer:
 
     def _send(self, buffers: list[memoryview]) -> None:
         self._pace.begin()
-        self._claim.due_s = due_s(_PART_BYTES)
+        self._claim.expect(_PART_BYTES)
         secured = isinstance(self._sock, ssl.SSLSocket)
         if secured:
             self._sock.settimeout(_BLOCKED_S)
@@ -590,7 +590,7 @@ class ReplyBuffer:
 
     def _moved(self, size_bytes: int) -> None:
         self._pace.moved(size_bytes)
-        self._claim.due_s = min(self._claim.due_s + size_bytes / LEAST_SHARED_BYTES_PER_S, due_s(_PART_BYTES))
+        self._claim.on_moved(size_bytes)
 
     def _await_client(self) -> None:
         now_s = time.monotonic()
