@@ -130,14 +130,14 @@ def test_a_pipe_is_no_certificate(which: str, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.timeout(10)
-def test_a_pipe_that_nobody_uses_is_not_waited_for(
+def test_a_pipe_without_another_end_is_not_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "PIPE_S", 0.2)
     pipe, store = str(_fifo(tmp_path / "pipe")), ["--store", f"disk://{tmp_path / 'values'}?budget=1MiB"]
     (tmp_path / "value").write_bytes(b"value")
     assert main(["kv", "put", pipe, "--key", "a", *store]) == 2
-    assert "a pipe into which nobody wrote within 0.2 s" in capsys.readouterr().err
+    assert "a pipe, and no data came within 0.2 s" in capsys.readouterr().err
     assert main(["kv", "put", str(tmp_path / "value"), "--key", "a", *store]) == 0
     assert main(["kv", "get", "a", "--out", pipe, *store]) == 2
     assert f"cannot write {pipe}" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
         OSError: it cannot be written.
     """
     if path.exists() and not path.is_file():
-        # Without O_NONBLOCK, opening a pipe that nobody reads would block.
+        # Without O_NONBLOCK, opening a pipe without a reader would block.
         with _naming(path), open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             os.set_blocking(file.fileno(), True)
             file.write(data)
@@ -107,7 +107,7 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     """Open a regular file, or with ``pipes`` also a pipe, for reading.
 
     Raises:
-        OSError: it cannot be opened, is something else, or is a pipe into which nobody writes within ``PIPE_S``.
+        OSError: it cannot be opened, is something else, or is a pipe without data within ``PIPE_S``.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block before its type can be checked.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
@@ -115,7 +115,7 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
         if not stat.S_ISREG(mode) and not select.select([fd], [], [], PIPE_S)[0]:
             os.close(fd)
-            raise OSError(errno.ETIMEDOUT, f"it is a pipe into which nobody wrote within {PIPE_S:g} s", str(path))
+            raise OSError(errno.ETIMEDOUT, f"it is a pipe, and no data came within {PIPE_S:g} s", str(path))
         os.set_blocking(fd, True)
         return os.fdopen(fd, "rb")
     os.close(fd)
