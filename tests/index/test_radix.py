@@ -186,6 +186,12 @@ def test_contradictions_are_refused_and_change_nothing(hashes: Any, infos: Any, 
     assert records_of(index) == before
 
 
+@pytest.mark.parametrize("hashes", [[b"a" * 32, b"a" * 32], [b"a" * 32, b"b" * 32, b"a" * 32]])
+def test_a_chain_that_repeats_a_block_is_told_so(hashes: list[bytes]) -> None:
+    with pytest.raises(InvalidInput, match="the same block twice"):
+        RadixIndex().add(hashes, [INFO] * len(hashes))
+
+
 def test_an_index_replayed_from_its_records_goes_on_working() -> None:
     hashes = chain(40)
     index = filled(hashes)

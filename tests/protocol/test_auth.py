@@ -376,6 +376,11 @@ def test_what_is_passed_on_of_a_run_are_whole_packets() -> None:
     assert [(bytes(view), size) for view, size in kept] == [(bytes([number]) * 80, 80) for number in (0, 2, 3)]
 
 
+def test_a_run_that_is_kept_whole_stays_one_run() -> None:
+    run = memoryview(bytes(160))
+    assert kept_runs(run, 80, b"\1\1") == [(run, 80)]
+
+
 def test_packets_of_a_run_that_go_elsewhere_are_passed_on(world: type[World]) -> None:
     """Joined behind one that is for this satellite, or before it."""
     by, body = authority(), messages.pack_keys([KEY])

@@ -97,6 +97,17 @@ def test_two_hostile_clients_alone_take_no_server_from_a_third() -> None:
     assert good.answered_s is not None and good.sends == 1
 
 
+def test_beyond_the_share_all_that_can_be_reached_are_used() -> None:
+    policy = FailurePolicy(FailureLimits(failures=1, max_ejected=0.5))
+    for name in "abcd":
+        policy.add(name)
+    for number, name in enumerate("abc"):
+        policy.on_check(name, "503", float(number), float(number), is_reached=name != "a")
+        assert policy.avoided("client", float(number)) <= {"a", "b"}
+    left = [decision.server for decision in policy.take_decisions() if decision.kind in ("leave", "use")]
+    assert left == ["a", "b", "b"], "b is used again"
+
+
 @settings(deadline=None)
 @given(
     st.lists(
