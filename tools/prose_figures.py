@@ -226,6 +226,12 @@ def _time_scale(faults: Faults) -> str:
     return f"× {math.floor(most / step) * step}"
 
 
+def _of_answers(verb: str) -> float:
+    """Rate with MACs on writes and answers beside that with MACs on commands alone."""
+    commands, answers = (row_of("security", way=f"MAC on commands{more}") for more in ("", " and answers"))
+    return float(min(1.0, answers[f"{verb}_x"] / commands[f"{verb}_x"]))
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "ttft, shares": _ttft_shares,
     "cake": _cake,
@@ -258,6 +264,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "MACs and seal": lambda: _percent(1 - row_of("security", way="both")["read_x"]),
     "MACs, writes": lambda: extent(
         [row_of("security", way=way)["write_x"] for way in ("MAC on commands", "both")], digits=2
+    ),
+    "MACs of payloads and answers": lambda: " and ".join(_percent(1 - _of_answers(verb)) for verb in ("read", "write")),
+    "busy computer": lambda: " and ".join(
+        f"{row_of('data_path_busy', programs=20, verb=verb, path='by size')['x']:.1f}" for verb in ("read", "write")
     ),
     "flood packet": lambda: extent(_packet_costs_us(), digits=1) + " µs",
     "p99 climbing": lambda: f"{max(_cluster_access_p99('climbing')):.0f} ms",
