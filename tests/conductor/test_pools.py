@@ -95,6 +95,13 @@ def test_an_instance_goes_to_the_pool_that_needs_it() -> None:
     assert first.reason.startswith("decode is at 1.20 of its objective; prefill would have a load of 0.3")
 
 
+def test_a_pool_gives_nothing_that_it_needs_itself() -> None:
+    """However much the other needs it: with three, decode would be at 1.25 of its objective."""
+    cluster = Cluster(4, 4)
+    assert cluster.run(300, 8.0, 3.0) == 0
+    assert cluster.run(300, 8.0, 2.0) == 1
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_both_pools_are_treated_alike(swapped: bool) -> None:
     cluster = Cluster(4, 4)

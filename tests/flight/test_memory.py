@@ -193,7 +193,7 @@ def step(both: Both, verb: str, key: bytes, *rest: Any) -> None:
         setting = setting_of(ref_of(key, 0, 1, 40, 1, rest[0], 0, b""))
         cause: Cause = ("deleted", "evicted")[rest[1] % 2]  # type: ignore[assignment]
         ours = both.lib.parts_remove_setting(both.it, key, setting, CAUSES.index(cause))
-        assert ours == twin.remove_settings([(key, setting)], cause)
+        assert ours == twin.remove_values([(key, setting)], cause)
     elif verb == "outdated":
         both.lib.parts_outdated(both.it, rest[0])
         twin.count_outdated(rest[0])

@@ -187,7 +187,7 @@ def test_contradictions_are_refused_and_change_nothing(hashes: Any, infos: Any, 
 
 
 @pytest.mark.parametrize("hashes", [[b"a" * 32, b"a" * 32], [b"a" * 32, b"b" * 32, b"a" * 32]])
-def test_a_chain_that_repeats_a_block_is_told_so(hashes: list[bytes]) -> None:
+def test_a_chain_that_repeats_a_block_is_refused_as_such(hashes: list[bytes]) -> None:
     with pytest.raises(InvalidInput, match="the same block twice"):
         RadixIndex().add(hashes, [INFO] * len(hashes))
 

@@ -224,8 +224,8 @@ class Habit:
         return day <= self.day and bool(self.seen >> (self.day - day) & 1)
 
     def weight_on(self, day: int, *, today: int, decay: float, least_weight: float) -> float | None:
-        """Return the weight on ``day`` (after the last sighting, not before ``today``), in days or (weekly rule) weeks;
-        None below the threshold.
+        """Return how strongly the habit suggests ``day``: the decayed count of days on which it was seen or, if weeks
+        predict it better, of weeks; None below ``least_weight``. ``day`` is after the last sighting.
         """
         if day - self.day > KEPT_DAYS:
             return None

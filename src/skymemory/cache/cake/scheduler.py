@@ -321,7 +321,7 @@ class BidirectionalLoader:
                 return None, now_s + head_s + compute_s - (load_s - abs(head_s))
         first_token = self._chunks[at].first_token + self._computed_tokens[at]
         tokens, index = self._chunks[at].tokens - self._computed_tokens[at], at + 1
-        while tokens < self._budget_tokens and index < len(self._chunks) and self._goes_along(index, now_s):
+        while tokens < self._budget_tokens and index < len(self._chunks) and self._is_computed_with_step(index, now_s):
             tokens += self._chunks[index].tokens
             index += 1
         self._step = ComputeStep(at, first_token, min(tokens, self._budget_tokens), index - at)
@@ -329,7 +329,8 @@ class BidirectionalLoader:
         self._step_budget = self._budget_tokens
         return self._step, None
 
-    def _goes_along(self, index: int, now_s: float) -> bool:
+    def _is_computed_with_step(self, index: int, now_s: float) -> bool:
+        """Return True if the step that ends before this chunk should compute it, too."""
         if self._origin[index] is not None:
             return False
         if not self._loadable[index]:

@@ -146,6 +146,8 @@ _PLAIN_ROUND_TRIP_S = 0.0005
 
 
 class PlainRead(NamedTuple):
+    """GET that the transport sends itself, into the reader's memory (``landing``)."""
+
     info: ValueInfo
     satellite: SatelliteId
     request_id: int
@@ -156,6 +158,8 @@ class PlainRead(NamedTuple):
 
 
 class PlainWrite(NamedTuple):
+    """SET that the transport sends itself; ``moves``: those of the box when it was packed."""
+
     transfer: WriteTransfer
     satellite: SatelliteId
     request_id: int

@@ -42,6 +42,7 @@ _DESTINATION = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 8)
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
+"""SKY header through the request's number: equal for all packets of a request."""
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ class ChunkService:
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
-            request = self._request(view, start, ref)
+            request = self._pending_ack(view, start, ref)
             self._locator.home(ref)  # raises for an impossible placement
         except (MalformedPacket, InvalidInput):
             self._counters.add("packets_malformed", len(indices))
@@ -190,14 +191,14 @@ class ChunkService:
             ref = bytes(segment[body_at:payload_at])
             try:
                 index = ChunkRef.unpack(ref).index
-                request = self._request(segment, start, ref)
+                request = self._pending_ack(segment, start, ref)
                 self._locator.home(ref)
             except (MalformedPacket, InvalidInput):
                 self._counters.add("packets_malformed")
                 continue
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
-    def _request(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
+    def _pending_ack(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
         request = self._unanswered.get(name)
         if request is None:
@@ -304,7 +305,7 @@ class ChunkService:
         dead, since_s = messages.unpack_forget(packet.body)
         dead = [value for value in dead if not self._history.was_written_since(value[0], now_s - since_s)]
         self._history.deleted(dead, now_s)
-        freed = self._store.remove_settings(dead, "deleted")
+        freed = self._store.remove_values(dead, "deleted")
         self._counters.add("chunks_deleted", freed)
         self._outbox.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 

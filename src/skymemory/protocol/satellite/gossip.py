@@ -245,10 +245,12 @@ class Gossip:
     # --- Dropping dead values: also for ``Sweep`` ---
 
     def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
-        """Drop dead values, except keys that may have been stored again since. Return the dropped values."""
+        """Drop the chunks of values of which others are lost, except keys that may have been stored again since. Return
+        the dropped values.
+        """
         since_s = now_s - _OLDEST_NOTICE_S
         dead = [value for value in dead if not self._history.was_written_since(value[0], since_s)]
-        self._counters.add("chunks_purged", self._store.remove_settings(dead))
+        self._counters.add("chunks_purged", self._store.remove_values(dead))
         if self._replicas is not None:
             self._history.dropped(dead)
         return dead

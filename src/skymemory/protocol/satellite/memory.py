@@ -249,7 +249,7 @@ class ChunkStore:
         self._tidy(key)
         return chunks
 
-    def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
+    def remove_values(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
         dropped = 0
         for key, setting in dead:
             indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]

@@ -27,9 +27,13 @@ class Failure:
     fault: Fault
     at_s: float
     wait_s: float = 0.0
+    """As the server asked by ``Retry-After``."""
     is_proven: bool = False
+    """Another server answered the request."""
     is_lost: bool = False
+    """Silent for twice the time after which it counts."""
     is_final: bool = False
+    """The request has ended: no other server will prove or disprove it."""
 
     @property
     def accuses(self) -> bool:

@@ -35,6 +35,7 @@ class Rule:
     is_back_pressure: bool = False
     """True if the server is full: it rests, but is never ejected."""
     backs_off: bool = True
+    """True if the retry waits first."""
 
 
 RULES: Mapping[Fault, Rule] = MappingProxyType(

@@ -127,6 +127,7 @@ class _Record:
         ejected.
         """
         self.is_used = True
+        """False while it gets no requests at all."""
         self.why = ""
 
 
@@ -280,6 +281,7 @@ class FailurePolicy:
         self._review(record, now_s)
 
     def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
+        """Record that the client left before the answer: a fault only if the server was silent, others were not."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             if record is not None:

@@ -118,14 +118,18 @@ class RequestHandler(Protocol):
 class Application(Protocol):
     max_body_bytes: int
     client_s: float
+    """Time for a request's whole body, and for a client that reads nothing of its response."""
     head_s: float
+    """Time for a request's head."""
     least_rate: int
+    """Bytes a second of a body."""
     keep_alive_s: float
     draining: bool
     table: ConnectionTable[HttpConnection]
     arriving: HeldBytes[Incoming | HttpConnection]
     """Request bodies and incomplete heads."""
     unread: HeldBytes[HttpConnection]
+    """Responses that clients have not read."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
         """Refuse a request by its head."""
@@ -137,7 +141,9 @@ class Application(Protocol):
 
     def opened(self, connection: HttpConnection) -> None: ...
 
-    def evicted(self, limit: str) -> None: ...
+    def evicted(self, limit: str) -> None:
+        """Count a connection that was closed because others needed its share of ``limit``."""
+        ...
 
     def closed(self, connection: HttpConnection) -> None: ...
 

@@ -99,6 +99,7 @@ class ConnectionTable(Generic[Owner]):
         return seat
 
     def move(self, seat: Seat[Owner], to: State, now_s: float) -> None:
+        """Put the connection at the end of the queue of another state; BUSY connections are in none."""
         state = seat.state
         seat.is_busy = False
         if state is to:
