@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import resource
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.store.conftest import simulated, store_over
@@ -23,18 +26,27 @@ from skymemory.testbed.plan_file import load_plan
 
 KEY = bytes(range(32))
 MODEST_BYTES = 4 << 20
+LIMIT_BYTES = 2 << 30
 HEADER = b"SKYV\1\0\0\0"
 
 
 @contextmanager
 def modest() -> Iterator[None]:
-    """What is done within never holds more than a few MiB, whatever it was promised."""
+    """What is done within never holds more than a few MiB, whatever it was promised; more than the limit cannot be had,
+    so that a failure leaves the computer its memory.
+    """
+    most_bytes, _ = limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = Path("/proc/self/statm")
+    used_bytes = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else math.inf
     tracemalloc.start()
     try:
+        if most_bytes == resource.RLIM_INFINITY and used_bytes < math.inf:
+            resource.setrlimit(resource.RLIMIT_AS, (int(used_bytes) + LIMIT_BYTES, limits[1]))
         yield
         _, peak_bytes = tracemalloc.get_traced_memory()
         assert peak_bytes < MODEST_BYTES
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
         tracemalloc.stop()
 
 
