@@ -574,6 +574,15 @@ def test_of_a_run_only_the_set_whose_payload_was_exchanged_is_refused(world: typ
     assert len(machine.store) == 4 and counted(machine) == (1, 0, 0)
 
 
+def test_the_largest_set_whose_payload_was_exchanged_gets_no_refusal_either(world: type[World]) -> None:
+    by = authority(OLD, *LEVELS["answers"])
+    machine, (packet,) = satellite(world(), by), sets(1, by, MAX_SIGNED_CHUNK_BYTES)
+    body = len(packet) - MAX_SIGNED_CHUNK_BYTES
+    forged = packet[:body] + exchanged(packet[body:], 40)
+    machine.receive_batch(forged, len(forged), GROUND, NOW_S)
+    assert counted(machine) == (1, 0, 0) and not machine.datagrams_to_send(NOW_S)
+
+
 @pytest.mark.parametrize("by", [None, authority(OTHER)])
 def test_a_client_without_the_key_fails_at_once_and_says_why(by: Authority | None, value_of) -> None:
     world, sim = guarded(authority())
