@@ -294,7 +294,7 @@ def test_a_load_that_is_given_up_while_it_reads_lends_its_room_to_no_other(
         if not kept:
             kept.append(None)
             store.release(ticket)
-            kept[:] = store.get_many([key(2)])
+            kept[:] = store.complete_load(store.prepare_load([key(2)]))
         return read(*how)
 
     monkeypatch.setattr(disk_store, "read_file", give_up_first)

@@ -692,6 +692,20 @@ def test_a_notice_of_an_earlier_setting_does_not_cost_the_later_one(world, value
     assert dead_and_live(sky, later) == (set(), later.keys())
 
 
+@pytest.mark.parametrize(("after_s", "live"), [(0.5, {"v0"}), (2.0, set())])
+def test_a_notice_costs_nothing_that_was_stored_within_the_time_it_may_take(world, value_of, after_s, live):
+    sky = world(eviction=GOSSIP)
+    _, infos = fill(sky, 1, value_of)
+    sky.settle(after_s)
+    dead = (infos["v0"].key, pack_setting(infos["v0"].value_crc, *infos["v0"].set_moves))
+    notice = Notice(Address(2, 7), 9, Region(SatelliteId(2, 9), 2, 2, 9, 9), 30, False, (dead,))
+    packet = build_packet(SkyHeader(Op.NOTICE, Address(2, 8), Address(2, 7), 0, 9), notice.pack(), 0, sky.now_s)
+    receive_datagram(sky.sim.satellites[SatelliteId(2, 8)], packet, SatelliteId(2, 7), sky.now_s)
+    assert sky.ask(Op.PING, b"", SatelliteId(2, 8)).ok
+    sky.settle(0.1)
+    assert dead_and_live(sky, infos)[1] == live
+
+
 def test_expiries_beyond_the_bound_are_refused_and_known_ones_may_change(world, value_of, monkeypatch):
     """Strangers to the bound would fill a satellite's memory beside its budget."""
     assert retention._MOST_EXPIRIES == 65_536  # as the page on security and the wire page say
