@@ -156,7 +156,7 @@ class RequestReader:
         saves: bool = False,
         loads: bool = False,
     ) -> None:
-        """Create the reader. ``saves``, ``loads``: blocks for others, or theirs."""
+        """``saves``, ``loads``: blocks for others, or theirs."""
         self._saves = saves
         self._loads = loads
         self.model = model

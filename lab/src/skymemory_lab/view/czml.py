@@ -1,7 +1,7 @@
 """A scenario as CZML, the format that Cesium plays.
 
-Positions are Earth-fixed: Cesium's inertial frame is ICRF, from which precession since 2000 is 42 km in orbit. A large
-or long scenario has only satellites that are ever in the box or carry a beam.
+Positions are Earth-fixed: precession since 2000 moves orbits 42 km in Cesium's inertial frame (ICRF). A large or long
+scenario has only satellites that are ever in the box or carry a beam.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Timeline:
 
 
 def timeline_of(scenario: Scenario) -> Timeline:
-    """Return the timeline, sampled every second, or 2000 times.
+    """Sample every second, or 2000 times.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit.

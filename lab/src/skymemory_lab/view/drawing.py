@@ -99,7 +99,7 @@ def drawing_path(path: Path) -> Path:
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
-    """Write the figure in the format of its suffix, without dates, so files are deterministic."""
+    """Write the figure in its suffix's format, without dates, so files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]

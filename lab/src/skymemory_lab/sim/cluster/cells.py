@@ -138,7 +138,7 @@ class Capacity:
 
 
 def capacity(search: CapacityCell) -> Capacity:
-    """Return the highest rate tried at which the rule holds, or 0. It is assumed to hold at all lower rates."""
+    """Return the highest rate tried at which the rule holds, or 0. All lower rates are assumed to hold."""
     metrics = _at(search, search.lowest)
     if not _holds(metrics, search):
         return Capacity(0.0, False, None)

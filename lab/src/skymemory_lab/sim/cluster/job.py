@@ -171,7 +171,7 @@ class PrefillQueue(PriorityQueue[Job]):
 
 
 class DecodeBatch:
-    """A decode batch, which changes only between steps.
+    """Decode batch, which changes only between steps.
 
     A context is the prompt plus the tokens so far. The prefill gave the first token, so ``n`` tokens take ``n - 1``
     steps, the first with ``prompt + 1``.
@@ -296,8 +296,7 @@ class DecodeBatch:
 class Steps:
     """Closed-form sums of ``CostModel.decode_step_s`` for an unchanged batch.
 
-    Contexts grow by a token per step, so reading and computing are linear in the step's number; a step takes the
-    longer.
+    Contexts grow by a token per step, so reading and computing grow linearly; a step takes the longer.
     """
 
     def __init__(self, cost: CostModel) -> None:

@@ -3,8 +3,8 @@
 Nodes are numbered as instances, so a caching node's number is its fleet slot. A chain is a prompt's blocks from its
 beginning. Calls come in order of ``now_s``, simulated seconds.
 
-Memory, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops in
-order of arrival, and used blocks return from the root on.
+Memory, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops by
+arrival, and used blocks return from the root on.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PrefixOnNode:
 class NetworkDirection:
     """One direction of a network interface, first come, first served.
 
-    A transfer occupies each link of its path for its bytes over that link's rate, and ends with the slowest. The end is
-    known at the start; fair sharing would move other transfers' ends.
+    A transfer occupies each link of its path for its bytes over the link's rate, and ends with the slowest. So its end
+    is known at the start; fair sharing would move other transfers' ends.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")

@@ -154,7 +154,7 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
 
 
 class Pipeline:
-    """Chunked pipeline parallelism over ``machines``, each with a share of the layers.
+    """Chunked pipeline over ``machines``, each with a share of the layers.
 
     An empty pipeline takes ``cost_model.pipelined_s``, more after longer chunks of another request.
     """

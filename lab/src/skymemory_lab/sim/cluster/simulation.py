@@ -50,10 +50,10 @@ def run_cluster(
     *,
     scheduler_views: Sequence[Request] | None = None,
 ) -> ClusterRun:
-    """Simulate ``requests``. Equal arguments give equal runs, with outcomes in the order after jitter.
+    """Simulate. Equal arguments give equal runs, with outcomes in the order after jitter.
 
     Args:
-        requests: in order of arrival.
+        requests: by arrival.
         scheduler, admission: names, or a factory and a rule.
         scheduler_views: the requests as schedulers see them; only without jitter.
 
@@ -342,7 +342,7 @@ class Simulation:
 
 
 def pool_of(setup: ClusterSetup) -> ClusterPool:
-    """Return the pool of a setup. Coupled instances cache in their accelerators' memory and share nothing."""
+    """Return the pool of a setup. Coupled instances cache in accelerator memory and share nothing."""
     names, settings = [*setup.prefilling(), *setup.decoding()], setup.pool
     if setup.coupled:
         return ClusterPool(names, setup.cost, PoolSettings(setup.cost.kv_bytes(setup.coupled_cache_tokens)))

@@ -52,7 +52,7 @@ _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 @unique
 class Unserved(StrEnum):
-    """Reason, beside a ``Miss`` of the client, why an operation failed or was not begun."""
+    """Reason, besides the client's ``Miss``, for an operation that failed or was not begun."""
 
     UNSEEN = "nothing in sight"
     FIRST_USE = "first use"
@@ -257,7 +257,7 @@ class _ByMachines(_Run):
         return is_running
 
     def _begin(self, request: _Request) -> None:
-        """Start an operation of a mix, or the gets of a request: its known blocks up to the first unknown block."""
+        """Start an operation of a mix, or the gets of a request up to its first unknown block."""
         first = request.operations[0]
         if first.put:
             self._put(request, 0)

@@ -76,7 +76,7 @@ MOST_OPERATIONS = 1_000_000
 MOST_SATELLITES = 100_000
 """Limit for a shell; the machines take about 50 KB per satellite."""
 MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
-"""Limits between element sets and the flown time: days, drift."""
+"""Limits between element sets and flown time: days, drift."""
 MOST_BYTES = 1 << 30
 _SHIPPED = "scenarios"
 _LOOK_S = 10.0
@@ -193,7 +193,7 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTable:
-    """Mix of puts and gets, or a request trace; first uses and certain misses store their value."""
+    """Mix of puts and gets, or a request trace; first uses and certain misses store values."""
 
     rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
     put_share: float = setting("put", _share, 0.1, "share of puts, the rest are gets")
@@ -223,7 +223,7 @@ class ScheduledOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Scenario or a cell of it: everything that a run depends on.
+    """Scenario or cell: everything that a run depends on.
 
     ``folder`` contains the named files; ``source`` is the table as read.
     """
@@ -545,7 +545,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Combination of a sweep, picklable; complete except for named files, of which it has digests."""
+    """Picklable combination of a sweep; of named files it has digests."""
 
     number: int
     swept: tuple[tuple[str, Any], ...]
