@@ -92,7 +92,7 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Pool of memory for caches: the first touch of memory costs more than a copy into it.
+    """Pool of memory for caches: a first touch costs more than a copy.
 
     An array is free if only the pool refers to it; a tensor made by ``from_numpy`` holds its array.
     """
@@ -223,7 +223,7 @@ class TokenMask:
         self._tokens = np.zeros(room_tokens, bool)
 
     def mark_present(self, start: int, stop: int) -> None:
-        """Record tokens; those after the room's end always count as present."""
+        """Record tokens; those after the room always count as present."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
@@ -247,7 +247,7 @@ class TokenMask:
 
 
 class SlidingLayer(GrowingLayer):
-    """Layer with a sliding window; keeps tokens outside it, since blocks are stored from it."""
+    """Layer with a sliding window; keeps tokens outside, for storing blocks."""
 
     is_sliding = True
 
@@ -402,9 +402,9 @@ class Bringing(Protocol):
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that knows which tokens it holds and where they came from.
 
-    A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
-    as far as the input equals them (``guard``). ``generate`` passes the whole prompt; a loop that passes only later
-    tokens calls ``begin`` first.
+    A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass makes them contents as
+    far as the input equals them (``guard``). ``generate`` passes the whole prompt; a loop that passes only later tokens
+    calls ``begin`` first.
     """
 
     def __init__(
@@ -594,7 +594,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _is_user_defined(self) -> bool:
-        """Flag that ``generate`` sets first. It passes its whole prompt, so a used cache is rewound."""
+        """Flag that ``generate`` sets first; as it passes its whole prompt, a used cache is rewound."""
         return self._handed_to_generate
 
     @_is_user_defined.setter
@@ -656,7 +656,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return self._seen_tokens >= tokens
 
     def tokens(self) -> Tokens:
-        """Return the leading token ids, as far as known and equal in all rows; only these are ever stored."""
+        """Return the leading token ids, as far as known and equal in all rows; only these are stored."""
         recorded = _joined(self._seen)
         lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(recorded) in lengths or (self._closed and len(recorded) < min(lengths)))
@@ -717,8 +717,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row right, behind padding that the caller's mask hides. Columns then differ by row, so nothing is
-        stored.
+        """Move each row right, behind padding that the caller's mask hides. Columns then differ, so nothing is stored.
         """
         for layer in self._attention:
             for name in ("keys", "values"):
@@ -813,7 +812,7 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8
-"""Number of threads. On an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
+"""Threads: on an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
 
 
 class Staging:
