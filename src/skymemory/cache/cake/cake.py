@@ -1,4 +1,4 @@
-"""Cake for an engine: cuts a prompt into chunks, and loads and computes it from both ends.
+"""Cake for an engine: cuts a prompt into chunks, loaded and computed from both ends.
 
 ``Cake.open`` returns a ``CakeLoad``; the engine computes the steps of its session and calls ``finish``.
 """
@@ -35,13 +35,13 @@ class CakeSettings:
     step_tokens: int = 512
     """Tokens of an engine step, over all requests."""
     chunk_tokens: int | None = None
-    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, but each costs
-    a request.
+    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, at more
+    requests.
     """
     in_flight_bytes: int = 64 << 20
     """Limit of requested bytes; a single chunk is always allowed."""
     fetch_threads: int = 3
-    """Number of threads. With three, a chunk is placed, the next is loaded, and another waits."""
+    """Threads: of three, one places a chunk, one loads the next, one waits."""
     deadline_s: float = 10.0
     """Time to load a chunk, besides its bytes at ``least_bytes_per_s``; then it is computed."""
     least_bytes_per_s: float = 1e6
@@ -363,7 +363,7 @@ class StoredChunks:
             self._late.add(index)
 
     def close(self) -> None:
-        """Place nothing from now on: a hanging fetch must not keep the engine's memory alive."""
+        """Place nothing more: a hanging fetch must not keep the engine's memory alive."""
         self._sinks = None
 
     def failures(self) -> dict[Miss, int]:
