@@ -98,8 +98,8 @@ class LoadTicket:
     rows: Sequence[Rows | None] = field(default=(), repr=False)
     """Destination of each value; a tier may receive the value there."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """CRC-32, by position, of values received undamaged in their rows, of which only the heads are returned. Other rows
-    may be overwritten too.
+    """CRC-32, by position, of values received undamaged in their rows: only the heads are returned. Other rows may be
+    overwritten too.
     """
 
 
@@ -159,8 +159,8 @@ class Store(Protocol):
         """Reserve room. Raises ValueTooLarge, with the limit, for a value that can never fit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        """Return True per item if stored and acknowledged. False: no room, or no answer (``ticket.unanswered``). Raises
-        as ``complete_load``.
+        """Return True per item if acknowledged. False: no room, or no answer (``ticket.unanswered``). Raises as
+        ``complete_load``.
         """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -196,7 +196,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """Optional interface: move values in advance to where they will be needed."""
+    """Optional interface: move values in advance to their readers."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         """Move values near before ``at`` (Unix seconds). False: absent, or not moved."""
@@ -214,8 +214,8 @@ class Evicting(Protocol):
     """Optional interface: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Callback with key, value and place, under the tier's lock: it must be quick and must not call the tier. Not for
-    values deleted, replaced or lost by closing.
+    """Callback with key, value and place, under the tier's lock: it must be quick and not call the tier. Not for values
+    deleted, replaced or lost by closing.
     """
 
 
@@ -298,7 +298,7 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """Return a tuple; InvalidInput for a bad item. Empty views become ``b""``: a zero in a shape cannot be cast."""
+    """Return a tuple; InvalidInput for a bad item. Empty views become ``b""``: zeros in a shape cannot be cast."""
     check_keys([key for key, _ in items])
     return tuple([(key, _check_value(value)) for key, value in items])
 
@@ -349,7 +349,7 @@ class OpenTickets(Generic[_Ticket]):
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """Add a ticket; drop abandoned tickets, which would keep values in memory."""
+        """Add a ticket; drop abandoned tickets, which keep values in memory."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._open[ticket] = None
@@ -386,7 +386,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
-        """Count a ticket that begins and ends inside ``with``."""
+        """Count a ticket that exists only inside ``with``."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._ending.add(ticket)
@@ -479,11 +479,11 @@ class RemoteStore(TwoPhase):
 
 _KEPT_BUFFERS = 4
 ALIGNED = 64
-"""Alignment of values in bytes: reading into 16-byte alignment (``malloc``) takes a quarter longer."""
+"""Alignment of values in bytes: reading into 16-byte alignment (``malloc``) takes 25 % longer."""
 
 
 class BufferPool:
-    """Pool of receive buffers: touching fresh memory costs more than filling it. Thread-safe."""
+    """Pool of receive buffers: touching fresh memory costs more than filling. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
@@ -511,7 +511,7 @@ _ALIGNED_FROM_BYTES = 128 << 10
 
 
 _TOUCHED_FROM_BYTES = 4 << 20
-"""Least size of a buffer whose pages are touched in advance: a receiver that stops for page faults loses packets."""
+"""Least size of a buffer with pages touched in advance: page faults while receiving lose packets."""
 
 
 def value_buffer(size_bytes: int) -> memoryview:
@@ -537,8 +537,8 @@ _STRIPES = 4096
 
 
 class KeyLocks:
-    """Locks on keys: writers run one after the other, and a move between tiers cannot undo a put or a delete.
-    Thread-safe, not reentrant.
+    """Locks on keys: writers take turns, and a move between tiers cannot undo a put or delete. Thread-safe, not
+    reentrant.
 
     Puts and deletes wait (``exclusive``); moves take only free keys (``try_lock``) with unchanged versions.
     """

@@ -123,8 +123,8 @@ class RequestParser:
         self._large, self._words, self._discards = None, [], True
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
-        """Return the next request's words (none for an empty line), or what is needed for it. A ProtocolError's message
-        is for the client.
+        """Return the next request's words (none for an empty line), or what it needs. A ProtocolError's message is for
+        the client.
         """
         if self._large is not None:
             return self._large
