@@ -1,7 +1,7 @@
 """Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
 
-A flood of retransmitted requests would keep an overloaded host from answering, so a survey limits them, accepts late
-answers, and waits while a host makes progress.
+A flood of retransmissions would keep an overloaded host from answering, so a survey limits them, accepts late answers,
+and waits while a host progresses.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> di
 
 
 def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the hosts whose clocks make them refuse the others' signatures, with the seconds ahead."""
+    """Return the hosts whose clocks make them refuse others' signatures, with the seconds ahead."""
     ordered_s = sorted([*clocks_s.values(), *([0.0] if len(clocks_s) % 2 == 0 else [])])
     usual_s = ordered_s[len(ordered_s) // 2]
     return {host: ahead_s - usual_s for host, ahead_s in clocks_s.items() if abs(ahead_s - usual_s) > MAX_SKEW_S}
@@ -390,7 +390,7 @@ REPEATED_PER_S = 10.0
 class Survey:
     """Schedule of a request to each satellite, and of giving up; no I/O, no clock.
 
-    A host is given up if all its satellites were asked and for ``patience_s`` none answered and it was not ``busy``; at
+    A host is given up if all its satellites were asked, none answered for ``patience_s``, and it was not ``busy``; at
     the latest ``most_s`` after its first request.
     """
 
