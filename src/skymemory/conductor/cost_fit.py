@@ -3,8 +3,8 @@
 Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Decoding
 steps: ``fixed + per_request·batch + max(reading, computing)``.
 
-Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
-few disturbed measurements do not move the fit.
+Errors are relative, so that short and long prompts weigh alike, and absolute, not squared, so that a few disturbed
+measurements do not move the fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost model: seconds of a prefill, a decoding step and a transfer, from a model's shape and a machine's speed.
+"""Cost model: seconds of a prefill, a decoding step and a transfer, by a model's shape and a machine's speed.
 
 A prefill of ``n`` tokens of which ``p`` are cached computes ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` floating-point
 operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights), at a fitted share ``mfu``
@@ -276,7 +276,7 @@ LLAMA_70B_8xH800 = CostModel(
 )
 """LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms per step.
 
-No published steps on H800 were found; it has less than half of the NVLink. Source as for ``LLAMA_70B_8xA100``.
+No published steps on H800 were found; it has less than half the NVLink. Source as for ``LLAMA_70B_8xA100``.
 """
 
 QWEN_7B_L4 = CostModel(

@@ -1,7 +1,7 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
 The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
-change: it drains the instance and opens it in the other role. The controller does no I/O and reads no clock.
+change: it drains the instance and opens it in the other role. The controller has no I/O and no clock.
 
 Need is measured by time, spare capacity by work. Both are smoothed over time::
 
@@ -30,7 +30,7 @@ An instance moves from pool G to pool R if all of these hold:
 5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
 Rule 3 is the hysteresis: with constant demands no move is undone. Mooncake's prefill and decode loads swing in
-opposition, and reacting to the lagging pool feeds the swing; smoothing, rule 2 and ``settle_s`` prevent this.
+opposition; reacting to the lagging pool feeds the swing, which smoothing, rule 2 and ``settle_s`` prevent.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ElasticSettings:
     """Minimum time between changes, and before the first."""
     drain_weight: float = 0.5
     most_drain_s: float = 900.0
-    """Maximum duration of a change; after it the instance serves in its old role again."""
+    """Maximum duration of a change; then the instance serves in its old role again."""
     idle_tbt_s: float = 0.0
     """Seconds between tokens of a request that decodes alone; 0: unknown."""
     shared_tbt_s: float = math.inf

@@ -96,7 +96,7 @@ Explanation = tuple[Names, Names]
 class Decision:
     """Server chosen for a request. Immutable by convention.
 
-    The explanation may be a function, called on first use, because few callers read it.
+    The explanation may be a function, called on first use, as few callers read it.
     """
 
     request: Request

@@ -2,10 +2,10 @@
 
 The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too.
 
-An engine reports a block's tokens once, and only its own hash after that. Our hash follows from the tokens and our hash
-of the parent. A block with an unknown parent is an *orphan*: it does not count until its parent is reported.
+An engine reports a block's tokens once, later only its own hash. Our hash follows from the tokens and our hash of the
+parent. A block with an unknown parent is an *orphan*: it does not count until its parent is reported.
 
-Some media report blocks without tokens, some have larger blocks than the engine, some do not report removals.
+Some media report blocks without tokens, some have larger blocks than the engine, some report no removals.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EventBatch:
 
 MAX_ORPHANS = 4096
 MAX_BEYOND_GPU = 1 << 19
-"""Limit of blocks beyond the GPU's memory; then the oldest sixteenth is dropped. It takes 70 to 110 MB."""
+"""Limit of blocks beyond the GPU's memory, 70 to 110 MB; then the oldest sixteenth is dropped."""
 MAX_RECENT = 1 << 16
 TOKEN_BYTES = 4
 _MASK = (1 << 64) - 1
@@ -286,7 +286,7 @@ class EngineBlocks:
         return hashes
 
     def _count_copy(self, medium: str, name: int) -> None:
-        """Count a copy, only in media with reported removals: elsewhere the count would only grow."""
+        """Count a copy, if removals are reported: else the count would only grow."""
         if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
             self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
 

@@ -1,9 +1,9 @@
 """Precise prefix index, fed by the engines' KV cache events.
 
-Engines number their batches of events. A gap means lost events: the engine's slot is *stale* and matches nothing until
-the lost batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot, which costs
-hits but matches no evicted block. Engines do not evict the ends of prefixes first: a held block with an evicted prefix
-does not count.
+Engines number their batches of events. After a gap the engine's slot is *stale* and matches nothing until the lost
+batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot, which costs hits but
+matches no evicted block. Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not
+count.
 
 Some media (LMCache's) do not report removals: only their latest blocks count.
 """
@@ -181,7 +181,6 @@ class PreciseIndex:
             self.apply(slot, batch, replayed=True)
 
     def stale(self, slot: int) -> bool:
-        """Return True if events are missing."""
         return self._engine(slot).stale
 
     def missing(self, slot: int) -> int:

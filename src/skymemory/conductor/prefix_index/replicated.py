@@ -13,7 +13,7 @@ A delta, little-endian (it names the server, because each replica has its own sl
 
     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
 
-Replicas publish only what they learnt themselves, not what they absorbed, and no removal of servers.
+Replicas publish only what they learnt, not what they absorbed, and no removal of servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefill schedulers: they estimate the time to first token per server, and track the servers' queues."""
+"""Prefill schedulers: they estimate times to first token, and track the servers' queues."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class ServerSpeeds(ABC):
 class GivenSpeeds(ServerSpeeds):
     """Cost model, corrected by a factor per server.
 
-    Similar servers share a factor: otherwise no idle servers would tie, and noise would send nearly all requests to the
-    same server.
+    Similar servers share a factor: else no idle servers would tie, and noise would send nearly all requests to one
+    server.
     """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
