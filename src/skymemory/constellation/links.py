@@ -180,9 +180,7 @@ def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Rain:
-    """Rain over a host's place, in spells that are wet with probability ``share``, with exponentially distributed
-    rate.
-    """
+    """Rain over a host's place, in spells, wet with probability ``share``, with exponentially distributed rate."""
 
     mm_h: float = setting("rate", _number(0.1, 200.0), 10.0, "mean rain rate of a wet spell, mm/h")
     share: float = setting("share", _number(0.0, 1.0), 0.05, "share of the spells that are wet")
@@ -227,7 +225,7 @@ def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
-    """Return a satellite's elevation from its height and its beam's light time."""
+    """Return a satellite's elevation by height and light time."""
     slant_m, radius_m = one_way_s * SPEED_OF_LIGHT_M_S, EARTH_RADIUS_M + altitude_m
     sine = (radius_m**2 - EARTH_RADIUS_M**2 - slant_m**2) / (2 * EARTH_RADIUS_M * max(slant_m, 1.0))
     return math.degrees(math.asin(max(-1.0, min(1.0, sine))))
@@ -281,8 +279,8 @@ def _named(name: str, share: object) -> float:
 class Links:
     """Rates of links in bit/s (None: unlimited), and what reduces them.
 
-    ``elevations`` pairs a lowest elevation with a share of a beam's rate; below the first the beam is out. In a
-    handover gap answers on the old beam still arrive.
+    ``elevations`` pairs a lowest elevation with a share of a beam's rate; below the first the beam is out. In handover
+    gaps answers on the old beam arrive.
     """
 
     up_bit_s: float | None = setting("up", _rate, None, "rate of a beam upwards")
@@ -392,7 +390,7 @@ class LinkQueue:
         self._factor = factor
 
     def leaves_s(self, datagram_bytes: int, now_s: float, urgent: bool = False) -> float:
-        """Return the time at which a datagram that arrives now is sent completely; ``LOST`` if never.
+        """Return when a datagram that arrives now is completely sent; ``LOST`` if never.
 
         ``urgent`` datagrams (routing protocols) overtake the queue.
         """
@@ -441,7 +439,7 @@ class LinkQueues:
         place: Callable[[Any], str] = lambda host: "",
         onboard: SatelliteId | None = None,
     ) -> None:
-        """Create the queues; a satellite ``onboard`` carries the hosts, without a beam."""
+        """``onboard``: satellite that carries the hosts, without a beam."""
         self.links = links
         self._onboard = onboard
         self.counts: dict[LinkClass, LinkCounts] = {kind: LinkCounts() for kind in LINK_CLASSES}

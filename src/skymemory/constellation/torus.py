@@ -1,9 +1,9 @@
 """The +GRID torus: the links between satellites, and the routes over them (SkyMemory paper §3.2 and §4).
 
 Each satellite is linked to its neighbours in the plane and to the same slot of neighbouring planes; both rings close,
-except at a *seam* (first and last planes of a Walker star fly in opposite directions). Over *gaps*, cells without a
-satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next living
-satellite ahead in the plane holds a gap's data.
+except at a *seam* (a Walker star's first and last planes fly in opposite directions). Over *gaps*, cells without a
+satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next ahead in the
+plane holds a gap's data.
 
 Slots grow along the motion, which is east; planes grow south.
 """
@@ -71,9 +71,7 @@ class Torus:
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
 
     def living(self, cell: SatelliteId) -> SatelliteId:
-        """Return the cell's satellite, or that which holds a gap's data: the next ahead in its plane, else in the next
-        plane.
-        """
+        """Return the cell's satellite, or a gap's: the next ahead in its plane, else in the next plane."""
         return _living(self, cell) if cell in self.gaps else cell
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
