@@ -120,7 +120,7 @@ class _Interval(ctypes.Structure):
 
 
 class TimerFd:
-    """Absolute timer on the clock of ``time.monotonic``, readable once it has fired.
+    """Absolute timer on ``time.monotonic``'s clock, readable once fired.
 
     Raises:
         OSError: the system has no timerfd, or no descriptor is left.
