@@ -1,9 +1,9 @@
 """Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are
 computed. Reports never change.
 
-A *queue* has the requests sent to a slot without a first byte yet. A prefill is *unseen* unless its answer streams: its
-end is assumed when its estimated work is done, when the server reports fewer waiting requests, or with its own or a
-later answer.
+A *queue* has the requests sent to a slot without a first byte. A prefill is *unseen* unless its answer streams: its end
+is assumed when its estimated work is done, the server reports fewer waiting requests, or its own or a later answer
+comes.
 """
 
 from __future__ import annotations

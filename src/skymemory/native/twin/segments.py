@@ -164,7 +164,7 @@ class Rows(NamedTuple):
 
 
 def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
-    """Return True if a value fits; rows must be exactly its size, without overlap."""
+    """Return True if a value fits; rows must have exactly its size, without overlap."""
     if not isinstance(out, tuple):
         return memoryview(out).nbytes >= value_bytes
     head, room, first, count, row_bytes, stride = out
@@ -270,7 +270,7 @@ _BLOCK_BYTES = 64
 
 @lru_cache(maxsize=32)
 def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
-    """Return a key's inner and outer hash states: caching them halves the time of a MAC."""
+    """Return a key's inner and outer hash states, cached to halve a MAC's time."""
     padded = key.ljust(_BLOCK_BYTES, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in padded)) for pad in (0x36, 0x5C))
     return inner, outer
