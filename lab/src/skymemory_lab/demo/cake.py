@@ -222,7 +222,7 @@ def _link(ratio: float) -> str:
 
 
 class LinkRuns:
-    """Link rates whose runs end within the promised time, as far as those before let expect."""
+    """Link rates whose runs should end within the promised time, by those before."""
 
     def __init__(
         self, ratios: Sequence[float], estimate: Estimate, bars: Bars, progress: Progress, promised_s: float | None

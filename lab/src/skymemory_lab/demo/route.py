@@ -103,7 +103,7 @@ class Speed:
 
 
 def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> OfferedLoad:
-    """Return requests with the statistics of ``workload``. Equal arguments give equal requests."""
+    """Return requests with ``workload``'s statistics, equal for equal arguments."""
     kind = WORKLOADS[workload]
     span_s = requests * TRACE_S_PER_REQUEST
     rate = kind.conversations_per_s
@@ -154,7 +154,6 @@ async def replay(
 
 
 def error_of(answer: ReplayOutcome) -> str:
-    """Return the reason that an answer does not count, or an empty string."""
     if answer.status is not ResponseStatus.COMPLETED:
         return answer.error or str(answer.status)
     is_complete = (

@@ -110,7 +110,7 @@ def sizes(shape: ModelSizes, *, quick: bool) -> Iterator[Size]:
 
 def choose(speeds: ComputerSpeeds, options: Sequence[Size], left_s: float) -> tuple[Size, bool]:
     """Return the first option that takes at most ``left_s``, in its better data type, and True; else the quickest that
-    fits into memory, and False.
+    fits memory, and False.
     """
     for option in options:
         size = _in_best_dtype(speeds, option)

@@ -56,7 +56,6 @@ class PrefixCaches:
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
         self._windowed: set[BlockHash] = set()
-        """Cached blocks of layers with a window."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         # The size of a stored value (header and all layers), not of the tensors.

@@ -119,7 +119,7 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
 }
-"""Unsupported fields that would change the answer, with the accepted values that have no effect.
+"""Unsupported fields that would change the answer, with the accepted values (no effect).
 
 All other unsupported fields are ignored.
 """

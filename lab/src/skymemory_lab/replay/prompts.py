@@ -174,7 +174,6 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return about ``count`` pieces for ``ids``."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)

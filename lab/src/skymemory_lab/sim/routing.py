@@ -53,7 +53,7 @@ class RoutingSetup:
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
-    """Share of answers that are not streamed."""
+    """Share of answers not streamed."""
     seed: int = 0
     """Seed of ties and of the choice of streamed answers."""
 

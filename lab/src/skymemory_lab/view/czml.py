@@ -180,7 +180,7 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
 def _by_pair(
     spells: Iterable[Spell], torus: Torus | None = None
 ) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
-    """Return the merged times of each satellite's beam, or with a torus, of two neighbours in the box."""
+    """Return the merged times of satellites' beams, or with a torus, of two neighbours in the box."""
     times_by_pair: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
     for spell in spells:
         inside = set(spell.satellites)

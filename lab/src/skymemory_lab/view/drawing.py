@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A figure or table of a document, with its numbers."""
+    """Figure or table of a document, with its numbers."""
 
     stem: str
     title: str
@@ -171,7 +171,6 @@ ROW_IN = 0.235
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
-    """Draw a table in the style of journals."""
     heads = heads or numbers.header
     lines = 1 + max(head.count("\n") for head in heads)
     rows = len(numbers.rows)

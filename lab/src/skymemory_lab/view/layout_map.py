@@ -1,4 +1,4 @@
-"""Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
+"""Text maps of a torus: placements like the paper's figures 4 to 8, and frames in motion.
 
 Planes are rows, north at the top. Satellites fly east. Numbers are 1-based.
 """

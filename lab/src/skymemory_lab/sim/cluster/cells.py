@@ -176,7 +176,7 @@ def _holds(metrics: ClusterMetrics, search: CapacityCell) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Swings:
-    """Swings of the prefill and decode loads, and their phase relation (Mooncake, figures 9 and 10).
+    """Swings of the prefill and decode loads, and their phases (Mooncake, figures 9 and 10).
 
     Period and phase are of the strongest cross spectrum over half-overlapping Hann windows; 180 degrees is opposition.
     They are None if the run is shorter than a window or a load is constant.

@@ -17,7 +17,7 @@ from skymemory_lab.sim.cluster.pool import PrefixOnNode
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in its last attempt; ``spent_s`` sums all attempts."""
+    """Request in its last attempt; ``spent_s`` sums all."""
 
     number: int
     at_s: float
@@ -224,7 +224,7 @@ class DecodeBatch:
         return self.steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[DecodeStream]:
-        """Account for at most ``steps_to_first_end`` steps. Return the requests that are done."""
+        """Account for at most ``steps_to_first_end`` steps. Return the ended requests."""
         size, kv = len(self._leave), self.contexts
         first_s = self.steps.step_s(size, kv)
         self._first_step(begun_s, first_s)
@@ -238,7 +238,7 @@ class DecodeBatch:
         return self._leaving()
 
     def mixed_step(self, begun_s: float, end_s: float) -> list[DecodeStream]:
-        """Account for a step that includes other work. Return the requests that are done."""
+        """Account for a step that includes other work. Return the ended requests."""
         if not self._leave:
             return []
         self._first_step(begun_s, end_s - begun_s)

@@ -26,7 +26,7 @@ class PrefillService:
     after: int
     """First token computed after the load."""
     sources: Mapping[str, int]
-    """Tokens that are not computed, by source."""
+    """Tokens not computed, by source."""
     rest_s: float
     """Time until they are available; at least the transfer from memory."""
 

@@ -1,7 +1,7 @@
 """The cluster simulator: production schedulers and admission rules over simulated instances in virtual time.
 
 1. A request is placed when it arrives, and the loads of its plan start.
-2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
+2. Its prefill gives the first token, while its KV streams to the decode instance.
 3. When all KV has arrived, it joins the decode batch until its last token.
    With a ``PromptHandover`` its values go through a store, and the decode instance gives the first token.
 4. If an instance fails, its requests are placed again, ``retries`` times.
@@ -370,7 +370,7 @@ class Accounts:
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """Close a completed request. ``worst_s`` is None with one token."""
+        """Close a request. ``worst_s`` is None with one token."""
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 

@@ -1,7 +1,7 @@
 """Runs of scenarios, cell by cell: by the satellites' and clients' own machines in virtual time, or by the physical
 model.
 
-Every latency comes with its lower bound and the model's time. A miss costs no time. Hosts share an index. A value is
+Every latency comes with its lower bound and the model's time. Misses cost no time. Hosts share an index. A value is
 stored at its last acknowledgement.
 """
 
@@ -95,7 +95,7 @@ def run_cell(cell: Cell) -> CellResult:
     """Run a cell; results are the same on every computer and in every process.
 
     Raises:
-        InvalidInput: a place that sees nothing, a workload that is too large, or a file that cannot be read.
+        InvalidInput: a place that sees nothing, a too large workload, or an unreadable file.
     """
     try:
         return _run_cell(cell)

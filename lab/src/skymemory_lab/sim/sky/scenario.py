@@ -193,7 +193,7 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTable:
-    """Mix of puts and gets, or a request trace; first uses and certain misses store values."""
+    """Mix of puts and gets, or a request trace; first uses and certain misses store their value."""
 
     rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
     put_share: float = setting("put", _share, 0.1, "share of puts, the rest are gets")
@@ -223,7 +223,7 @@ class ScheduledOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Scenario or cell: everything that a run depends on.
+    """Scenario or a cell of it: everything that a run depends on.
 
     ``folder`` contains the named files; ``source`` is the table as read.
     """
@@ -520,7 +520,7 @@ class Scenario:
         """Return the product of the sweep's lists, the last key varying fastest.
 
         Raises:
-            InvalidInput: too many, a key that does not exist, or a value that is impossible.
+            InvalidInput: too many, an unknown key, or an impossible value.
         """
         swept = _lists(self.source.get("sweep", {}))
         count = math.prod(len(values) for values in swept.values())
@@ -720,5 +720,5 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
 
 @lru_cache(maxsize=4)
 def _shells_of(content: str, skip_bad: bool) -> tuple[ClusteredShell, ...]:
-    """Cluster a file's content, which is the cache key because files may change between runs."""
+    """Cluster a file's content, the cache key, as files may change between runs."""
     return cluster(read_elements(content, skip_bad=skip_bad).elements).shells
