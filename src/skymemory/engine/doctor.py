@@ -68,7 +68,7 @@ def examine(
     other: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Examination:
-    """Serve the first blocks of ``text`` computed, then from ``store``, and generate with them.
+    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and generate with them.
 
     ``other``: the context of an examination elsewhere. ``options``: of ``KVCManager``.
     """

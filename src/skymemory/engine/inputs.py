@@ -23,7 +23,7 @@ def shipped_document() -> str:
 
 
 def read_document(path: str | Path) -> str:
-    """Raises InvalidInput for a file that is missing, empty, too large or not UTF-8."""
+    """Return a file's text; raise InvalidInput if missing, empty, too large or not UTF-8."""
     file = Path(path)
     if not file.is_file():
         raise InvalidInput(f"no document at {str(path)!r}: expected a text file")

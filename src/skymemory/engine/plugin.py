@@ -202,7 +202,7 @@ class PluginStore:
         return reasons
 
     def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> SavedValues:
-        """Store the values that are absent, all by one deadline; ``read`` returns the pieces of value ``at``."""
+        """Store absent values, all by one deadline; ``read`` returns the pieces of value ``at``."""
         ends_s = time.monotonic() + self._store_deadline_s
         was_present = self.present(names)
         done = list(was_present)

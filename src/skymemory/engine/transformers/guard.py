@@ -1,7 +1,7 @@
 """Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes.
 
-A call (``Guard.__call__``): find the cache, check that the model is unchanged, turn the prefix that input and loaded
-tokens share into contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
+A call (``Guard.__call__``): find the cache, check that the model is unchanged, make the common prefix of input and
+loaded tokens contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
 used (``on_pass_end``), the others as unused, by reason (``settle``).
 """
 
@@ -60,7 +60,7 @@ _WAYS = "what is served, and what is computed whole, is in the table 'Ways to ge
 class Guard:
     """Guard of ``model``: checks every call with one of its caches.
 
-    A used cache, or of another prompt, costs computing only; no block is stored under a wrong hash.
+    A used cache, or another prompt's, costs computing only; no block is stored under a wrong hash.
     """
 
     def __init__(

@@ -536,7 +536,7 @@ def unwrap_model(model: Any) -> Any:
 
 
 def foreign_length(cache: Cache, layout: KVLayout) -> int:
-    """Return a foreign cache's length. Raises InvalidInput if it cannot be this model's, of one sequence."""
+    """Return a foreign cache's length. Raises InvalidInput if it cannot be this model's, with one sequence."""
     lengths = set()
     if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
         raise InvalidInput("recurrent states can be stored only from a cache that get_cache returned")

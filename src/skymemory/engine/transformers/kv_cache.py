@@ -1,8 +1,7 @@
-"""SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
+"""SkyCache: the transformers cache for ``generate``; prefilled in place, growing in place.
 
-DynamicCache's first step would copy everything just loaded. Here all layers share one tensor (layers, 2, kv_heads,
-room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) fall back to
-DynamicLayer.
+DynamicCache's first step would copy all that was loaded. Here all layers share one tensor (layers, 2, kv_heads,
+room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) use DynamicLayer.
 """
 
 from __future__ import annotations
@@ -247,7 +246,7 @@ class TokenMask:
 
 
 class SlidingLayer(GrowingLayer):
-    """Layer with a sliding window; keeps tokens outside, for storing blocks."""
+    """Layer with a sliding window; keeps tokens outside it, for storing blocks."""
 
     is_sliding = True
 
@@ -717,8 +716,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row right, behind padding that the caller's mask hides. Columns then differ, so nothing is stored.
-        """
+        """Move each row right, behind padding hidden by the caller's mask. Columns then differ: nothing is stored."""
         for layer in self._attention:
             for name in ("keys", "values"):
                 tensor: torch.Tensor = getattr(layer, name)
@@ -786,7 +784,7 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    numpy copies bytes at 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
+    numpy copies 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
@@ -906,7 +904,7 @@ class _BatchRows:
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """Return the only stream of copies: each reuses the memory of the last."""
+    """Return the only stream of copies: each reuses the last's memory."""
     return torch.cuda.Stream(device)
 
 

@@ -1,4 +1,4 @@
-"""Probes that refuse models whose output a cache would change, or for which a cache would save nothing."""
+"""Probes that refuse models whose output a cache would change, or for which it would save nothing."""
 
 from __future__ import annotations
 

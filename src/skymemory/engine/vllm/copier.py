@@ -64,7 +64,7 @@ class BlockCopier(Protocol):
 
 
 class Now:
-    """Mark of work that is done."""
+    """Mark of finished work."""
 
     __slots__ = ("at_s",)
 

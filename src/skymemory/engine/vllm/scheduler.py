@@ -5,8 +5,8 @@ reserved: the load is planned), ``plan`` (with each step: loads, and saves of co
 the workers), ``finished``.
 
 With Cake (a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
-``allocated`` plans a backward load, and ``plan`` sends how far computing has come (the fence). When both meet,
-``update`` lets the request continue after the loaded blocks.
+``allocated`` plans a backward load, and ``plan`` sends the progress of computing (the fence). When both meet,
+``update`` continues the request after the loaded blocks.
 
 For a request that another engine prefills (``transfer_params``), ``matched`` announces all that will be stored, and the
 workers load each value once it is stored. The prefilling engine saves lost values again.
@@ -102,7 +102,7 @@ class CakeDoor(Protocol):
         """Give the request all blocks of its prompt; False if there are too few."""
 
     def go_on_from(self, request: Any, tokens: int) -> None:
-        """Let the next step begin after ``tokens`` tokens, which are all in place."""
+        """Let the next step begin after ``tokens`` tokens, all in place."""
 
 
 @dataclass(slots=True)
@@ -231,8 +231,8 @@ class SchedulerSide:
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously.
-        They always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
+        """Return the tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously. They
+        always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
         """
         known = self._of(request)
         if known is None or known.is_apart:
@@ -580,8 +580,8 @@ class SchedulerSide:
         return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
     def reset(self, is_empty: bool = True) -> bool:
-        """Reset when the weights may have changed. Requests that hold older blocks, or find some in vLLM's cache if it
-        is not ``is_empty``, load and save nothing. Returns False if an older block is still being written.
+        """Reset when the weights may have changed. Requests that hold older blocks, or find some in vLLM's cache unless
+        ``is_empty``, load and save nothing. Returns False while an older block is being written.
         """
         self._seeds.reset()
         self._is_stale = not is_empty
@@ -654,8 +654,8 @@ class SchedulerSide:
             known.keys += hash_blocks(before, tokens, size, content)
 
     def _find_prefix(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
-        """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: not
-        answered yet.
+        """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: no answer
+        yet.
         """
         now_s = self._clock()
         lookup = known.lookup

@@ -72,7 +72,7 @@ class DelayedCalls:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop the calls that have not started."""
+        """Drop waiting calls."""
         with self._changed:
             self._closed = True
             self._later.clear()
