@@ -1,4 +1,4 @@
-"""Loads and saves of a prompt's blocks, for any engine and any store; failures of the store become misses.
+"""Loads and saves of a prompt's blocks, for any engine and store; the store's failures become misses.
 
 The life of a load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches;
 fetch each batch, then verify, decode and place block by block. The first block that fails ends the prefix.
@@ -94,7 +94,7 @@ class TokenUsage:
     end: int = 0
     used_tokens: int = 0
     unused_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens computed all the same, or not needed by any pass, by reason."""
+    """Tokens computed all the same, or needed by no pass, by reason."""
     is_in_use: bool = False
     has_warned: bool = False
     _reached: int = 0
@@ -203,7 +203,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """Result of storing a prompt's blocks. ``blocks == present + stored + refused``."""
+    """Result of storing blocks. ``blocks == present + stored + refused``."""
 
     prompt_tokens: int
     blocks: int = 0
@@ -253,8 +253,6 @@ class LoaderResult:
 
 
 class PhaseClock:
-    """Clock that sums seconds by phase."""
-
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
 
@@ -330,7 +328,8 @@ class BlockCache:
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (to compute the prompt).
+        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (of computing the prompt)
+        have passed.
         """
         batches = self._lease(hashes)
         started_s = time.perf_counter()
@@ -895,8 +894,6 @@ class _Loading(BlockLookup):
 
 
 class _OffsetSink:
-    """Sink from block ``first`` of ``sink`` on."""
-
     def __init__(self, sink: BlockSink, first: int) -> None:
         self._sink = sink
         self._first = first

@@ -2,8 +2,7 @@
 
 A *habit* is a prompt (the blocks that its sightings share) with a local time of day and days. Sightings on a single day
 predict nothing. Habits that share less than half of their blocks are separate: a common system prompt merges no
-documents. Prompts seen on one day only are evicted first, so memory must hold a day's prompts (for weekly habits, a
-week's).
+documents. Prompts seen on one day are evicted first, so memory must hold a day's prompts (for weekly habits, a week's).
 """
 
 from __future__ import annotations
@@ -198,7 +197,6 @@ WEEK_DAYS = 7
 _WEEKS = 3
 _JUDGED_DAYS = 3 * WEEK_DAYS
 KEPT_DAYS = _JUDGED_DAYS + _WEEKS * WEEK_DAYS
-"""Number of days kept: the judged days, and the weeks before each."""
 
 
 @dataclass(slots=True, eq=False)

@@ -35,13 +35,13 @@ class CakeSettings:
     step_tokens: int = 512
     """Tokens of an engine step, over all requests."""
     chunk_tokens: int | None = None
-    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, at more
-    requests.
+    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, but each costs
+    a request.
     """
     in_flight_bytes: int = 64 << 20
     """Limit of requested bytes; a single chunk is always allowed."""
     fetch_threads: int = 3
-    """Threads: of three, one places a chunk, one loads the next, one waits."""
+    """Number of threads. With three, a chunk is placed, the next is loaded, and another waits."""
     deadline_s: float = 10.0
     """Time to load a chunk, besides its bytes at ``least_bytes_per_s``; then it is computed."""
     least_bytes_per_s: float = 1e6

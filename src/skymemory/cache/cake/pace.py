@@ -115,8 +115,7 @@ class SpeedEstimate:
         return None if line is None else max(line[0] + line[1] * position, 0.0)
 
     def part(self, filled: float) -> float:
-        """Return a partial step's cost, as a share of a full step: 1 if other requests fill it, ``filled`` if none do.
-        """
+        """Return a partial step's cost as a share of a full step: 1 if others fill it, ``filled`` if none do."""
         weight, total = self._least.get(self._others_fill, (0.0, 0.0))
         least = total / weight if weight else _ASSUMED_LEAST[self._others_fill]
         return least + (1 - least) * filled

@@ -451,8 +451,7 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch should take as long again.
-        """
+        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch takes as long again."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None

@@ -47,8 +47,6 @@ _LEAD_S = 0.02
 
 
 class TimedFetch:
-    """Fetch that starts at ``starts_s`` and is given up at ``due_s``."""
-
     def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[TimedFetch], object]) -> None:
         """``from_s``: time at which it began, or begins at the latest."""
         self.index, self.starts_s, self.from_s = index, starts_s, from_s

@@ -129,7 +129,7 @@ class Tier:
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def start(self, work: Callable[[], Result]) -> WorkerCall[Result] | None:
-        """Pass ``work`` to a thread, or run it if local. None: too many calls wait, a failure."""
+        """Pass ``work`` to a thread, or run it if local. None (a failure): too many calls wait."""
         call = WorkerCall(work)
         call.started_s = self.clock()
         if self.settings.local:
