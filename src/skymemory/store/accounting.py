@@ -455,8 +455,7 @@ class Inventory:
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Return victims to ``evict`` for the next put; its key is held until ``order.free``. None: it needs a ticket.
-        """
+        """Return victims to ``evict`` for the next put, its key held until ``order.free``. None: it needs a ticket."""
         if self._reservations or key in self.kept:
             return None
         if self.used_bytes + size_bytes <= self.budget_bytes:

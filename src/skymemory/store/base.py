@@ -4,13 +4,12 @@
 
 - **Keys** are 32 ``bytes`` (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** Keys form a chain: eviction takes its last blocks first, so that presence stays prefix-closed.
-- **Places** (a block's depth and predecessor; None if unknown) only make an index faster: results never depend on them.
+- **Places** (a block's depth and predecessor; None if unknown) only speed up an index: results never depend on them.
 - **A miss is a value.** Absent, evicted, corrupt and unreachable all return None; ``complete_load`` raises for none of
   them. The ticket's report has the reason, ``stats()`` a counter.
-- **Views are snapshots.** A returned view never changes, even if its key is put, deleted or evicted, until
-  ``release(ticket)``.
+- **Views are snapshots.** Until ``release(ticket)`` a view never changes, even if its key is put, deleted or evicted.
 - **Values are copied.** After ``complete_store`` the caller may change what it passed in.
-- **No needless eviction.** If eviction cannot make room for a value, nothing is evicted for it.
+- **No needless eviction.** If eviction cannot make room for a value, nothing is evicted.
 - **A lease protects** the keys present at ``prepare_load`` from eviction until ``complete_load``, ``release`` or its
   end; keys being stored are protected between the phases. Exceptions, which cost a miss: Redis leases nothing;
   satellites lease at most a quarter of their memory, by one unacknowledged packet.
@@ -140,7 +139,7 @@ class Store(Protocol):
         """Return True if leases always protect."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are all present."""
+        """Return the number of leading keys present."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Lease ``keys``, which may repeat."""

@@ -1,7 +1,7 @@
-"""Memory budget that clients share: bytes of values in transfer, and of commands queued for EXEC.
+"""Memory budget that clients share: bytes of values in transfer, and of commands before EXEC.
 
-Clients wait in order of arrival, addresses that lately had to give way last. To let the first proceed, a client gives
-way:
+Clients wait in order of arrival, but last those at addresses that lately had to give way. To let the first proceed, a
+client gives way:
 
 1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
    ``LEAST_SHARED_BYTES_PER_S``; each client that had to give way halves that time at its address, for ``BLAMED_S``;

@@ -502,7 +502,7 @@ class Commands:
         yield from self._exchange(session, key, change)
 
     def _exchange(self, session: Session, key: Key, change: Callable[[bool], object]) -> Iterator[Pieces]:
-        """Yield the value before ``change``, which gets True if there is a value; no client writes in between."""
+        """Yield the value before ``change``, which gets True if there is a value; no other client writes in between."""
         with ExitStack() as reading:
             with self._written(session, [key.stored]):
                 pieces = reading.enter_context(self._reading(session, key))

@@ -404,8 +404,7 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Read input while the client does not read: some write a complete pipeline first. Return the number of bytes.
-        """
+        """Read input while the client does not read: some write a complete pipeline first. Return the bytes read."""
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
             return 0

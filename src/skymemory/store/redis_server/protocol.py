@@ -106,7 +106,6 @@ class RequestParser:
         return large.head + rest_of_head
 
     def bytes_behind(self, large: LargeArgument) -> int:
-        """Return the number of received bytes after the argument."""
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
     def deliver(self, value: Word, following: Buffer = b"") -> None:

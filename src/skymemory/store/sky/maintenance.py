@@ -51,8 +51,8 @@ class Evictor:
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Evict values that reads, started at ``looked_s``, found incomplete. For keys set again since, only our entry
-        goes.
+        """Evict values that reads, started at ``looked_s``, found incomplete. If a key was set again since, only our
+        entry is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -277,7 +277,6 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
-        """FORGET obsolete copies that are due, sparing the current value."""
         now_s = self._driver.now_s()
         expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]

@@ -1,7 +1,7 @@
 """Constellation tier: values are cut into chunks on satellites, under the common contract.
 
 A warm read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
-client's state machine for each, and lets the driver run them together. Info and clock give the satellites.
+client's state machine for each, and the driver runs them together. Info and clock give the satellites.
 
 A failed read is a miss, but no proof of loss: a chunk may be moving. Only a value with a chunk proved lost
 (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
@@ -135,7 +135,7 @@ class _Ahead:
 
 
 class ConstellationStore(RemoteStore):
-    """Store of values on satellites. Without ``index``, every lookup probes the box, which is slower."""
+    """Store of values on satellites. Without ``index``, every lookup probes the box: slower."""
 
     def __init__(
         self,
@@ -485,8 +485,7 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: it can no longer be read, but a silent satellite may keep chunks. None: delete it again.
-        """
+        """Delete values. True: no longer readable, but a silent satellite may keep chunks. None: delete it again."""
         keys = self._check(keys)
         with self._writing.exclusive(keys):
             infos, certain = self._catalog.search(keys)
