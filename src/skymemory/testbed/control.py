@@ -65,7 +65,7 @@ class Rotation:
 class Silence:
     """Timeouts for silent satellites: ``patience_s`` plus the round trip.
 
-    They restart when the host answers or is ``busy``, up to ``most_s``; not for satellites that are ``off``.
+    They restart when the host answers or is ``busy``, up to ``most_s``; not for ``off`` satellites.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
-    """Raise ``ConstellationError`` for hosts with silent satellites that are not ``busy``."""
+    """Raise ``ConstellationError`` for hosts with silent satellites, unless ``busy``."""
     answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
@@ -382,7 +382,7 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
 WINDOW = 64
 """Limit of requests in flight, without overdue requests."""
 OVERDUE_S = 0.25
-"""Retransmission timeout beyond the round trip; doubled while its host gets over ``REPEATED_PER_S``."""
+"""Retransmission timeout beyond the round trip; doubled while a host gets over ``REPEATED_PER_S``."""
 REPEATED_PER_S = 10.0
 """Limit of retransmissions to a host: fewer than it can answer in overload."""
 
@@ -405,7 +405,7 @@ class Survey:
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Requests in flight, in the order in which they become overdue."""
+        """Requests in flight, the first overdue first."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
         self._began_s: dict[str, float] = {}

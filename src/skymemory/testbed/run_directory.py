@@ -368,7 +368,7 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
     """Return free UDP ports: consecutive below the ephemeral range, else any.
 
-    The search starts by process and ``attempt``, so that parallel searches differ.
+    The search starts by process and ``attempt``: parallel searches differ.
     """
     starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
     first = (os.getpid() + attempt) % max(1, len(starts))
