@@ -24,7 +24,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of errors, so that two exact points do not dominate."""
+"""Floor of errors: two exact points must not dominate."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]

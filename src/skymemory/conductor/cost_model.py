@@ -154,7 +154,7 @@ class CostModel:
         return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Return the seconds of a step with ``kv_tokens`` of context in total."""
+        """Return the seconds of a step with ``kv_tokens`` in total."""
         fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
         return fixed_s + max(read_s + read_per_token_s * kv_tokens, flops_s + flops_per_token_s * kv_tokens)
 
@@ -226,7 +226,7 @@ def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
 
 
 def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Return the seconds by which layer-by-layer storing lengthens a prefill."""
+    """Return the seconds that layer-by-layer storing adds to a prefill."""
     return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
 
 

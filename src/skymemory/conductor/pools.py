@@ -16,8 +16,8 @@ Need is measured by time, spare capacity by work. Both are smoothed over time::
     load      demand / serving instances; 1: no more work fits within the objective
 
 A batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per second. Decode
-demand is this rate over the rate at the objective (``idle / (1 - c · rate)`` between tokens) or over the rate with full
-memory (a batch of ``n / kv_share``). ``tbt`` itself is not proportional to work.
+demand is this rate over that at the objective (``idle / (1 - c · rate)`` between tokens) or with full memory (a batch
+of ``n / kv_share``). ``tbt`` itself is not proportional to work.
 
 An instance moves from pool G to pool R if all of these hold:
 
@@ -26,7 +26,7 @@ An instance moves from pool G to pool R if all of these hold:
    ``MOST_GROWTH``: a larger R sends more work through both pools. If G prefills, its need after the move is at most 1,
    too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
 3. ``load_after · (1 + margin) ≤ load(R)``.
-4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
+4. G keeps an instance. If the others fail during the drain, it is called off.
 5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
 Rule 3 is the hysteresis: with constant demands no move is undone. Mooncake's prefill and decode loads swing in
@@ -105,7 +105,7 @@ class ElasticSettings:
     """Minimum time between changes, and before the first."""
     drain_weight: float = 0.5
     most_drain_s: float = 900.0
-    """Maximum duration of a change; then the instance serves in its old role again."""
+    """Maximum duration of a change; after it the instance serves in its old role again."""
     idle_tbt_s: float = 0.0
     """Seconds between tokens of a request that decodes alone; 0: unknown."""
     shared_tbt_s: float = math.inf

@@ -272,7 +272,7 @@ class Batches:
     def stay_s(self) -> float:
         """Usual time from admission to the end.
 
-        Requests in progress contribute their time so far, because the short requests end first.
+        Requests in progress contribute their time so far, as short requests end first.
         """
         return self._waited_s / self._ended if self._ended else 0.0
 

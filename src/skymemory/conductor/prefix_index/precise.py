@@ -170,7 +170,6 @@ class PreciseIndex:
             self._take_away(slot, blocks.removed(event))
 
     def resume_empty(self, slot: int, sequence: int) -> None:
-        """Empty the slot and continue with batch ``sequence``."""
         engine = self._engine(slot)
         self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
@@ -231,8 +230,8 @@ class PreciseIndex:
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         """Drop the missing blocks from media without reported removals; return their number.
 
-        Counted copies are forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would
-        otherwise hold them forever.
+        Counted copies are forgotten: if an engine reports only the last copy's removal (as vLLM plans to), they would
+        stay forever.
         """
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):

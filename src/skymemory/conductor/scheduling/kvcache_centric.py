@@ -4,10 +4,10 @@ The published rule loads if the longest prefix anywhere is ``balancing_threshold
 ``arxiv`` loads, ``fast25`` computes. ``cheaper`` (ours) loads, computes or does both, whichever is fastest.
 
 Left open by the publications: the ratio to a server that holds nothing is infinite; a load proceeds while the request
-waits in the queue; a fully cached prompt still computes one token; far tiers count like servers.
+is queued; a fully cached prompt computes one token; far tiers count like servers.
 
 A split: the server computes from block ``start`` on while the blocks up to ``end`` are loaded from the back (Cake,
-2024), because later tokens cost more to compute. With the split at block ``split``::
+2024), as later tokens cost more to compute. With the split at block ``split``::
 
     ready  = wait + compute(start..split)         the front is computed
     rest   = compute(end..)                       held nowhere

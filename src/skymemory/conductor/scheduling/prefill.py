@@ -127,8 +127,6 @@ class ServerLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Estimates:
-    """Estimates of a request per server."""
-
     request: Request
     servers: Sequence[Server]
     slots: list[int]

@@ -229,8 +229,8 @@ class DelayPrice(native.DelayPrice):
     − b))`` seconds in total (Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with
     queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. ``weight`` is tuned.
 
-    If even the shortest queue ``q`` (in usual prefills) is long, work delays later requests alike on any server: with
-    the share ``q / (q + 1)`` the shortest queue replaces the server's own, and the price rises (``CROWDED``).
+    If even the shortest queue ``q`` (in usual prefills) is long, work on any server delays later requests alike: with
+    share ``q / (q + 1)`` the shortest queue replaces the server's own, and the price rises (``CROWDED``).
 
     Rate and busy share (at most ``most_busy``) are measured with exponential weights over ``window_s``.
     """

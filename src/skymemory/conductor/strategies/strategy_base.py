@@ -83,7 +83,6 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
 
 
 def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
-    """Rank by the fewest requests."""
     reasons = (reason,) if reason else ()
     return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
