@@ -263,7 +263,7 @@ def fit(shell: ClusteredShell) -> Fit:
 def drift(shell: ClusteredShell, after_s: float) -> Drift:
     """Compare the closed form with SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
 
-    Without satellites that decay before then; differences are modulo a turn.
+    Satellites that decay before then are left out; differences are modulo a turn.
 
     Raises:
         InvalidInput: SGP4 propagates none of them that far.

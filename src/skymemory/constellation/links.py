@@ -180,7 +180,9 @@ def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Rain:
-    """Rain over a host's place, in spells, wet with probability ``share``, with exponentially distributed rate."""
+    """Rain over a host's place, in spells that are wet with probability ``share``, with exponentially distributed
+    rate.
+    """
 
     mm_h: float = setting("rate", _number(0.1, 200.0), 10.0, "mean rain rate of a wet spell, mm/h")
     share: float = setting("share", _number(0.0, 1.0), 0.05, "share of the spells that are wet")
@@ -279,8 +281,8 @@ def _named(name: str, share: object) -> float:
 class Links:
     """Rates of links in bit/s (None: unlimited), and what reduces them.
 
-    ``elevations`` pairs a lowest elevation with a share of a beam's rate; below the first the beam is out. In handover
-    gaps answers on the old beam arrive.
+    ``elevations`` pairs a lowest elevation with a share of a beam's rate; below the first the beam is out. In a
+    handover gap answers on the old beam still arrive.
     """
 
     up_bit_s: float | None = setting("up", _rate, None, "rate of a beam upwards")

@@ -296,7 +296,7 @@ class Shell:
     def nearest_approach_m(self) -> float:
         """Return the least distance ever between satellites of different planes, exactly.
 
-        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ the difference of their arguments.
+        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ their arguments' difference.
         """
         import numpy as np
 
@@ -319,7 +319,6 @@ class Shell:
         return 2 * math.sqrt(max(0.0, self.radius_m**2 - (self.earth_radius_m + LINK_CLEARANCE_M) ** 2))
 
     def link_blocked(self, chord_m: float) -> bool:
-        """Return True if the Earth or its atmosphere blocks a link of this length."""
         if chord_m >= 2 * self.radius_m:
             return True
         return math.sqrt(self.radius_m**2 - (chord_m / 2) ** 2) < self.earth_radius_m + LINK_CLEARANCE_M

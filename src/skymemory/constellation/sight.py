@@ -227,7 +227,7 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """View of a grid that is not an orbit (the paper's testbed), by offsets from the overhead point.
+    """View of a grid without orbits (the paper's testbed), by offsets from the overhead point.
 
     Its links count as free; on a ring all would pass through the Earth.
     """

@@ -5,7 +5,7 @@ except at a *seam* (a Walker star's first and last planes fly in opposite direct
 satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next ahead in the
 plane holds a gap's data.
 
-Slots grow along the motion, which is east; planes grow south.
+Slots grow along the motion, east; planes grow south.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Torus:
 
     @property
     def cells(self) -> int:
-        """Number of satellites and gaps."""
         return self.planes * self.slots_per_plane
 
     def __contains__(self, satellite: object) -> bool:
@@ -147,9 +146,9 @@ class Torus:
     ) -> SatelliteId:
         """Return the next hop of a packet to ``target``; ``satellite`` itself on arrival.
 
-        ``greedy`` is the rule of paper §4, planes first, except that a tie, at which the printed rule stops, goes north
-        or west. ``alternate`` swaps axes at each hop, which spreads a box's flows evenly over its centre's links. With
-        gaps, the hop must be on a shortest path.
+        ``greedy`` is the rule of paper §4, planes first, but a tie, at which the printed rule stops, goes north or
+        west. ``alternate`` swaps axes at each hop, which spreads a box's flows over its centre's links. With gaps, the
+        hop must be on a shortest path.
         """
         if self.gaps:
             return self._next_over_gaps(satellite, target, mode, came_axis)
