@@ -45,7 +45,7 @@ class DelayLine(Generic[Item]):
         return len(self._heap)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``pop_due`` has an item."""
+        """Return a descriptor, readable when ``pop_due`` has an item."""
         if self._timer is None:
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()

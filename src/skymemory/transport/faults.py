@@ -17,7 +17,7 @@ _MOST_BITS = 8
 
 
 class FaultInjector:
-    """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
+    """Fractions (0 to 1) of datagrams lost, duplicated, reordered (delayed), or damaged.
 
     Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation.
     """

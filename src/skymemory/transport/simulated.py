@@ -279,7 +279,7 @@ class SimulatedConstellation:
             self.queues.forget(token)
 
     def step(self, limit_s: float) -> bool:
-        """Run the next event, up to ``limit_s``. Return False, at the limit, if there is none."""
+        """Run the next event, up to ``limit_s``. Return False, with the time at the limit, if there is none."""
         self.flush()
         return self.step_flushed(limit_s)
 

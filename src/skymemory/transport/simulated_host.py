@@ -55,9 +55,7 @@ class WorkCosts:
     chunk_s: float = 26e-6
     """Storage of a single chunk."""
     run_chunk_s: float = 4e-6
-    """Storage of a chunk in a run."""
     forward_s: float = 11e-6
-    """Forwarding of a packet or run."""
     alarm_s: float = 6e-6
     """Expiry and setting of a timer."""
     searched_s: float = 2.5e-6
@@ -78,7 +76,7 @@ class WorkCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Limits of the hosts. ``share`` is of a core."""
+    """Limits of the hosts; ``share`` is of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
@@ -151,7 +149,7 @@ class SimulatedHost:
     # --- events from outside ---
 
     def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Put a run into a socket; a full buffer drops it."""
+        """Put a run into a socket, whose full buffer drops it."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return

@@ -1,6 +1,6 @@
 """Ground host over a UDP socket: drives the client's state machine in the callers' own threads.
 
-A waiting thread serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers between
+A waiting thread serves the socket for all; while satellites are silent, a ``ProbeThread`` serves the timers between
 calls.
 """
 
