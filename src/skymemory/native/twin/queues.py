@@ -43,7 +43,7 @@ class _Prefill:
     work_s: float
     routed_s: float
     drain_s: float
-    """Pipeline of machines: the next prefill begins after ``work_s``; this ends ``drain_s`` later."""
+    """Pipeline of machines: the next begins after ``work_s``; this ends ``drain_s`` later."""
     unseen: bool
 
 
@@ -65,7 +65,7 @@ class _Queue:
 
 
 class PrefillQueues:
-    """Queues of prefills, one per slot. A prefill beyond its estimate needs at least ``overdue`` of its time so far: a
+    """Queues of prefills, by slot. A prefill beyond its estimate needs at least ``overdue`` of its time so far: a
     hanging server gets ever longer estimates.
     """
 

@@ -4,8 +4,8 @@ Offsets repeat ``skymemory.protocol.wire`` (a higher layer; a test compares them
 equally long packets. All bytes are untrusted.
 
 A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
-the packet up to the MAC, its CRC and the forwarders' fields as zero. It ends the body, before any payload. A longer key
-also covers the payload of SET and MIGRATE, by its hash (``nh``).
+the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body, before any payload. Longer
+keys also cover the payload of SET and MIGRATE, by its hash (``nh``).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def borrowed(fd: int) -> socket.socket:
 
 
 def check_endpoint(host: str, port: int) -> None:
-    """Raise ``ValueError`` for a host that is no IP address, ``OverflowError`` for an invalid port."""
+    """Raise ``ValueError`` unless the host is an IP address, ``OverflowError`` for an invalid port."""
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     except OSError as error:
@@ -149,8 +149,7 @@ def send_slices(
     header_bytes: int,
     slices: tuple[Buffer, int, int, int],
 ) -> int:
-    """Run ``send_batch`` with ``slices`` as payloads: of a value, by chunk size, the chunks from a first on, by a step.
-    """
+    """Run ``send_batch`` with ``slices`` as payloads: of a value, by chunk size, chunks from a first on, by a step."""
     value, chunk_bytes, first, step = slices
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:

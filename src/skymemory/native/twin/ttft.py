@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CROWDED = 2.0
 """Largest relative increase of the price of delay."""
 SET_BACK_S = 1e9
-"""Penalty of a server that has had its share."""
+"""Penalty of a server beyond its share."""
 FIGURES = struct.Struct("=ddqq")
 """Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
 CURVE = struct.Struct("=ddd")
