@@ -208,7 +208,7 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """Return ``count`` groups from the start of ``view``, and their size in bytes."""
+    """Return ``count`` groups, and their size in bytes."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
