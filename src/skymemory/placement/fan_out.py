@@ -4,7 +4,7 @@ A value of n chunks from s servers takes (spec §4, bound (i), if transmitting a
 
     round trip to the farthest satellite of the box of s  +  ⌈n / s⌉ · transmission of a chunk  +  s · ``_SERVER_S``
 
-A satellite gets at most ``_MOST_BYTES`` of a value: several writers would overrun it.
+A satellite gets at most ``_MOST_BYTES`` of a value, or several writers would overrun it.
 
 The nearest satellite has a share of every value; if it is full and evicts a share, the value is lost. So values on s
 servers or fewer may take a fifth of its memory, and only what values on more servers leave free, but always a little.
