@@ -1,6 +1,6 @@
 """Measurement of an engine through its OpenAI endpoint for a cost model.
 
-Held-out cells (points to measure) are not used for fitting.
+Held-out cells (points) are not used for fitting.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Measurement:
     ) -> list[tuple[PrefillPoint, bool]]:
         """Return each cell's point (the ``statistic`` of ``repeats``), and True if it is held out.
 
-        Each round measures all cells in a new random order, so that drift affects all alike.
+        Each round measures all cells in random order, so that drift affects all alike.
         """
         longest = max(cell.tokens for cell in cells)
         for _ in range(_WARM):
@@ -153,7 +153,7 @@ class Measurement:
     async def decodes(
         self, cells: Sequence[DecodeCell], repeats: int, statistic: str
     ) -> tuple[list[tuple[DecodePoint, bool]], list[DecodeCell]]:
-        """Return each cell's point, and True if held out; and the cells whose requests never ran concurrently."""
+        """Return each cell's point, and True if held out; and the cells without concurrent requests."""
         samples: list[tuple[tuple[DecodeCell, float], float]] = []
         never = dict.fromkeys(cells)
         for turn in range(repeats):

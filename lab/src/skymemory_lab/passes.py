@@ -1,4 +1,4 @@
-"""Passes of satellites over a place: rise above a mask, culmination and set, and the satellites in sight meanwhile.
+"""Passes of satellites over a place: rise above a mask, culmination, set, and the satellites in sight.
 
 Every culmination is next to a sample higher than its neighbours, so no pass is too short to be found.
 """

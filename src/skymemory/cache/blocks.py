@@ -1,4 +1,4 @@
-"""Loads and saves of a prompt's blocks, for any engine and any store; failures of the store become misses.
+"""Loads and saves of a prompt's blocks, for any engine and store; the store's failures become misses.
 
 The life of a load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches;
 fetch each batch, then verify, decode and place block by block. The first block that fails ends the prefix.
@@ -56,7 +56,7 @@ STORE_BATCH_BYTES = 64 << 20
 
 class BlockSink(Protocol):
     def place(self, index: int, block: memoryview) -> None:
-        """Copy the raw bytes of block ``index`` (``KVLayout.shape``, C order) out of ``block`` before returning.
+        """Copy block ``index`` (raw bytes of ``KVLayout.shape``, C order) before returning.
 
         A sink may set ``threads``: how many threads call ``place`` concurrently.
         """
@@ -64,7 +64,7 @@ class BlockSink(Protocol):
 
 @runtime_checkable
 class RowSink(BlockSink, Protocol):
-    """Sink in memory that lets a store write raw blocks directly."""
+    """Sink into which a store may write raw blocks."""
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
         """Return the places of block ``index``'s raw bytes, after ``head``; None: use ``place``. The places must hold
@@ -94,7 +94,7 @@ class TokenUsage:
     end: int = 0
     used_tokens: int = 0
     unused_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that were computed all the same, or that no pass needed, by reason."""
+    """Tokens computed all the same, or needed by no pass, by reason."""
     is_in_use: bool = False
     has_warned: bool = False
     _reached: int = 0
@@ -203,7 +203,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """Result of storing a prompt's blocks. ``blocks == present + stored + refused``."""
+    """Result of storing blocks. ``blocks == present + stored + refused``."""
 
     prompt_tokens: int
     blocks: int = 0
@@ -253,8 +253,6 @@ class LoaderResult:
 
 
 class PhaseClock:
-    """Clock that sums seconds by phase."""
-
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
 
@@ -330,8 +328,8 @@ class BlockCache:
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (the time to compute the
-        prompt).
+        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (of computing the prompt)
+        have passed.
         """
         batches = self._lease(hashes)
         started_s = time.perf_counter()
@@ -378,7 +376,7 @@ class BlockCache:
         """Store the blocks ``indices`` (ascending); returns the number acknowledged, and their bytes.
 
         Stops at the first block that the codec refuses, so that the stored blocks stay a prefix. ``account=False``
-        leaves the blocks out of the counters. Raises ValueTooLarge for a block that can never fit.
+        counts nothing. Raises ValueTooLarge for a block that can never fit.
         """
         self.owner.check()
         phase = PhaseClock(seconds if seconds is not None else {})
@@ -588,7 +586,7 @@ class BlockCache:
             self._delete(block_hash)
 
     def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
-        """Delete blocks that no key opens, as they would always miss. Blocks of a key not distributed yet stay."""
+        """Delete blocks that no key opens: they would always miss. Blocks of a key not distributed yet stay."""
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason is Miss.NOT_AUTHENTIC:
                 self._delete(block_hash)
@@ -692,8 +690,7 @@ class Parts:
         seconds: dict[str, float] | None = None,
         account: bool = True,
     ) -> LoadResult:
-        """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the last
-        window.
+        """Place the longest cached prefix of ``tokens``, each part in its sink, of windowed parts only the last window.
 
         ``limit_tokens`` limits the tokens counted as supplied (default: all but the last).
         """
@@ -774,7 +771,7 @@ class BlockLookup:
     def __init__(
         self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], limit_tokens: int, first: int = 0
     ) -> None:
-        """``limit_tokens``: length of the longest prefix; the engine has the blocks before ``first``."""
+        """``limit_tokens``: of the longest prefix; the engine has the blocks before ``first``."""
         self._parts = parts
         self._hashes = hashes
         self._limit_tokens = limit_tokens
@@ -881,7 +878,7 @@ class _Loading(BlockLookup):
         return not tally.failed
 
     def tokens_by_tier(self, loaded: int) -> dict[str, int]:
-        """Count the tokens of each tier. Blocks outside all windows count for the first loaded block's tier."""
+        """Count tokens by tier. Blocks outside all windows count for the first loaded block's tier."""
         tiers = next((part_tiers for part_tiers in self._placed if part_tiers), {})
         nearest = next(iter(tiers.values()), "")
         tokens: Counter[str] = Counter()
@@ -897,8 +894,6 @@ class _Loading(BlockLookup):
 
 
 class _OffsetSink:
-    """Sink whose block 0 is block ``first`` of ``sink``."""
-
     def __init__(self, sink: BlockSink, first: int) -> None:
         self._sink = sink
         self._first = first

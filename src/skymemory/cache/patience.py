@@ -13,9 +13,7 @@ PATIENCE_SHARE = 0.1
 """Share of the compute time that may be lost to a silent store."""
 TIMES_P99 = 2.0
 MIN_PATIENCE_S = 0.02
-"""Least wait. On the way threads may each wait a switch interval (5 ms): less would measure the computer, not
-the tier.
-"""
+"""Least wait. Threads on the way may each wait a switch interval (5 ms): less would measure the computer."""
 
 _KEPT_CALLS = 128
 _ALIKE = 4
@@ -44,7 +42,7 @@ def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float
 
 @contextmanager
 def ending_within(seconds: float) -> Iterator[None]:
-    """Give all waits of the context one deadline together, or an earlier one that it has already."""
+    """Give all waits of the context one common deadline, or an earlier one that it has already."""
     token = _ENDS_S.set(min(_ENDS_S.get(), time.monotonic() + seconds))
     try:
         yield

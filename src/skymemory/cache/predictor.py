@@ -2,8 +2,7 @@
 
 A *habit* is a prompt (the blocks that its sightings share) with a local time of day and days. Sightings on a single day
 predict nothing. Habits that share less than half of their blocks are separate: a common system prompt merges no
-documents. Prompts seen on one day only are evicted first, so memory must hold a day's prompts (for weekly habits, a
-week's).
+documents. Prompts seen on one day are evicted first, so memory must hold a day's prompts (for weekly habits, a week's).
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Predictor:
         day_s: float = DAY_S,
         zone: str | None = None,
     ) -> None:
-        """``decay``: factor of a weight per day, below the threshold ``least_weight``, so that a single sighting never
-        suffices. ``tolerance_s``: largest distance from a habit's time.
+        """``decay``: factor of a weight per day, below ``least_weight``, so that a single sighting never suffices.
+        ``tolerance_s``: largest distance from a habit's time.
         """
         if not 0 < decay < least_weight:
             raise InvalidInput(f"decay {decay} and least weight {least_weight}: expected 0 < decay < least weight")
@@ -198,7 +197,6 @@ WEEK_DAYS = 7
 _WEEKS = 3
 _JUDGED_DAYS = 3 * WEEK_DAYS
 KEPT_DAYS = _JUDGED_DAYS + _WEEKS * WEEK_DAYS
-"""Number of days kept: the judged days, and the weeks before each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -224,8 +222,8 @@ class Habit:
         return day <= self.day and bool(self.seen >> (self.day - day) & 1)
 
     def weight_on(self, day: int, *, today: int, decay: float, least_weight: float) -> float | None:
-        """Return how strongly the habit suggests ``day``: the decayed count of days on which it was seen or, if weeks
-        predict it better, of weeks; None below ``least_weight``. ``day`` is after the last sighting.
+        """Return how strongly the habit suggests ``day``, after the last sighting: the decayed count of days with a
+        sighting or, if weeks predict it better, of weeks; None below ``least_weight``.
         """
         if day - self.day > KEPT_DAYS:
             return None

@@ -32,8 +32,8 @@ class PrefetchScheduler:
     take seconds. ``clock``: Unix time.
 
     ``habits_file`` is read at construction, and written a minute after a sighting, at the end of ``running``, and by
-    ``save``. Use it in one process. An unusable file is renamed to ``<name>.bad``; a file of a later release is left
-    alone, and nothing is written.
+    ``save``. Use it in one process. An unusable file is renamed to ``<name>.bad``; a later release's file stays, and
+    nothing is written.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Decoding
 steps: ``fixed + per_request·batch + max(reading, computing)``.
 
-Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
-few disturbed measurements do not move the fit.
+Errors are relative, so that short and long prompts weigh alike, and absolute, not squared, so that a few disturbed
+measurements do not move the fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of errors, so that two exact points do not dominate."""
+"""Floor of errors: two exact points must not dominate."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]

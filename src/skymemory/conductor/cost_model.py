@@ -1,4 +1,4 @@
-"""Cost model: seconds of a prefill, a decoding step and a transfer, from a model's shape and a machine's speed.
+"""Cost model: seconds of a prefill, a decoding step and a transfer, by a model's shape and a machine's speed.
 
 A prefill of ``n`` tokens of which ``p`` are cached computes ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` floating-point
 operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights), at a fitted share ``mfu``
@@ -154,7 +154,7 @@ class CostModel:
         return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Return the seconds of a step with ``kv_tokens`` of context in total."""
+        """Return the seconds of a step with ``kv_tokens`` in total."""
         fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
         return fixed_s + max(read_s + read_per_token_s * kv_tokens, flops_s + flops_per_token_s * kv_tokens)
 
@@ -226,7 +226,7 @@ def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
 
 
 def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Return the seconds by which layer-by-layer storing lengthens a prefill."""
+    """Return the seconds that layer-by-layer storing adds to a prefill."""
     return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
 
 
@@ -276,7 +276,7 @@ LLAMA_70B_8xH800 = CostModel(
 )
 """LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms per step.
 
-No published steps on H800 were found; it has less than half of the NVLink. Source as for ``LLAMA_70B_8xA100``.
+No published steps on H800 were found; it has less than half the NVLink. Source as for ``LLAMA_70B_8xA100``.
 """
 
 QWEN_7B_L4 = CostModel(

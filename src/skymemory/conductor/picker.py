@@ -180,7 +180,7 @@ Weights = tuple[tuple[str, Sequence[float]], ...]
 RankedServer = tuple[
     float, int, float | None, float | None, PromptPlan | None, float | None, tuple[tuple[str, float], ...]
 ]
-"""Entry of one server in a ranking; a plain tuple, because every request creates it.
+"""Entry of a server in a ranking; a plain tuple, as every request creates it.
 
 Score, matched tokens, time to first token and between tokens, plan, compute time, figures.
 """
@@ -274,7 +274,7 @@ class Scorer:
     name: str
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """Score ``servers`` (at least one) for ``request`` without changing visible state."""
+        """Score ``servers`` (at least one); change no visible state."""
         raise NotImplementedError
 
     def routed(self, request: Request, server: Server, now_s: float) -> None: ...
@@ -292,7 +292,7 @@ class Scorer:
         """Record the last byte, or a disconnect of the client after ``succeeded``; called before ``corrected``."""
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
-        """Record that the request ended before its first byte and left nothing in the cache."""
+        """Record that the request ended before its first byte; nothing is cached."""
 
     def forget(self, server: Server) -> None:
         """Drop the state of a server that left or restarted: its cache is empty."""
@@ -432,10 +432,10 @@ _PickState = tuple[
     tuple[tuple[str, float], ...],
     int,
 ]
-"""State from which the explanation is computed on demand; a plain tuple, because every request creates it.
+"""State from which the explanation is computed on demand; a plain tuple, as every request creates it.
 
-Scores, reasons, the ranked servers, their requests in flight, the position of the chosen server, all available servers,
-the adapter's reason, the chosen server's figures, and the number of ties.
+Scores, reasons, ranked servers, their requests in flight, the chosen server's position, all available servers, the
+adapter's reason, the chosen server's figures, number of ties.
 """
 
 
@@ -465,7 +465,7 @@ def _reasons(state: _PickState) -> Names:
 
 
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Return the servers with the adapter, or with room for it while the former's queues are long, and the reason.
+    """Return the servers with the adapter, or with room for it while those queues are long, and the reason.
 
     Decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix saves.
     """

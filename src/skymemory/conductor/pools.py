@@ -1,7 +1,7 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
 The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
-change: it drains the instance and opens it in the other role. The controller does no I/O and reads no clock.
+change: it drains the instance and opens it in the other role. The controller has no I/O and no clock.
 
 Need is measured by time, spare capacity by work. Both are smoothed over time::
 
@@ -16,8 +16,8 @@ Need is measured by time, spare capacity by work. Both are smoothed over time::
     load      demand / serving instances; 1: no more work fits within the objective
 
 A batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per second. Decode
-demand is this rate over the rate at the objective (``idle / (1 - c · rate)`` between tokens) or over the rate with full
-memory (a batch of ``n / kv_share``). ``tbt`` itself is not proportional to work.
+demand is this rate over that at the objective (``idle / (1 - c · rate)`` between tokens) or with full memory (a batch
+of ``n / kv_share``). ``tbt`` itself is not proportional to work.
 
 An instance moves from pool G to pool R if all of these hold:
 
@@ -26,11 +26,11 @@ An instance moves from pool G to pool R if all of these hold:
    ``MOST_GROWTH``: a larger R sends more work through both pools. If G prefills, its need after the move is at most 1,
    too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
 3. ``load_after · (1 + margin) ≤ load(R)``.
-4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
+4. G keeps an instance. If the others fail during the drain, it is called off.
 5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
 Rule 3 is the hysteresis: with constant demands no move is undone. Mooncake's prefill and decode loads swing in
-opposition, and reacting to the lagging pool feeds the swing; smoothing, rule 2 and ``settle_s`` prevent this.
+opposition; reacting to the lagging pool feeds the swing, which smoothing, rule 2 and ``settle_s`` prevent.
 """
 
 from __future__ import annotations

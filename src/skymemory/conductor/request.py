@@ -28,7 +28,7 @@ class Slo:
 
 @dataclass(slots=True)
 class Prompt:
-    """Prompt as hashes of its blocks. Immutable by convention: creating a frozen dataclass takes three times as long.
+    """Prompt as hashes of its blocks. Immutable by convention: a frozen dataclass takes three times as long to create.
 
     ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt;
     ``pieces`` has the same blocks hashed independently.
@@ -96,7 +96,7 @@ Explanation = tuple[Names, Names]
 class Decision:
     """Server chosen for a request. Immutable by convention.
 
-    The explanation may be a function, called on first use, because few callers read it.
+    The explanation may be a function, called on first use, as few callers read it.
     """
 
     request: Request
@@ -143,7 +143,7 @@ class Decision:
 
     @property
     def kind(self) -> str:
-        """Label for metrics: "matched" or "unmatched", prefixed "adapter-" if the adapter narrowed the choice."""
+        """Label for metrics: "matched" or "unmatched", prefixed "adapter-" if it narrowed the choice."""
         kind = "matched" if self.matched_tokens > 0 else "unmatched"
         narrowed = self.request.adapter and self.reasons and self.reasons[0].startswith("adapter ")
         return "adapter-" + kind if narrowed else kind

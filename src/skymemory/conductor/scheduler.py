@@ -1,7 +1,7 @@
 """The scheduler: admits a request and chooses its prefill server and its decode server.
 
-It is Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a
-``Picker`` of decode servers (none if servers have both roles), and an ``Admission`` rule.
+It is Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, another
+of decode servers (none if servers have both roles), and an ``Admission`` rule.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class RuleAround(Admission):
 class OnArrival(RuleAround):
     """Wrapper that decides finally on arrival.
 
-    Contexts that grow during the prefill raise the load only slightly, which does not justify wasting a prefill.
+    Contexts that grow during the prefill raise the load too little to justify wasting a prefill.
     """
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
@@ -153,7 +153,7 @@ class OnArrival(RuleAround):
 class Probing(RuleAround):
     """Wrapper that admits the next request if none was admitted for ``every_s``.
 
-    If learnt estimates are so wrong that all requests are refused, only a probe corrects them.
+    If wrong estimates refuse all requests, only a probe corrects them.
     """
 
     def __init__(self, rule: Admission, every_s: float) -> None:
@@ -177,8 +177,8 @@ class Probing(RuleAround):
 class Corrected(RuleAround):
     """Wrapper that corrects estimated times to first token by those of recent requests.
 
-    It adds the hand-over, if another server decodes: the mean gap between first tokens of a prefill server less the
-    later request's prefill. And it adds a high quantile (``SHARE``) of recent errors: with their mean, a rule would
+    If another server decodes, it adds the hand-over: the mean gap between first tokens of a prefill server less the
+    later request's prefill. It also adds a high quantile (``SHARE``) of recent errors: with their mean, a rule would
     break every promise close to its objective. An overdue request counts at once.
     """
 
@@ -270,7 +270,7 @@ class Scheduler:
     after ``begin``. If one server has both roles, ``decoding`` is left out.
 
     Of two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it. After ``prefill_lost`` the
-    decode server computes the prompt; call ``failed`` with ``prefilled`` then.
+    decode server computes the prompt; then call ``failed`` with ``prefilled``.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Scheduler:
         among: Collection[str] | None = None,
         decode_among: Collection[str] | None = None,
     ) -> ScheduledRequest | Refusal:
-        """Return a placement, not yet booked, or the admission rule's final refusal.
+        """Return a placement, not booked, or the admission rule's final refusal.
 
         ``among`` and ``decode_among`` name the eligible servers; None: all.
 

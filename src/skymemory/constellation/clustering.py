@@ -6,8 +6,7 @@ On mean elements at a common epoch:
 2. Shells are dense runs of inclination, then of altitude.
 3. Planes are the fewest evenly spread nodes near nearly all satellites, else the groups of nodes; over half a circle
    they are a Walker star.
-4. Slots are the smallest number that puts the satellites of each plane in phase; without it the group is a parking
-   orbit.
+4. Slots are the smallest number that puts each plane's satellites in phase; without it the group is a parking orbit.
 5. The satellite nearest to a slot's centre occupies it; others there are spares.
 """
 
@@ -144,7 +143,7 @@ class ClusteredShell:
         ).linked()
 
     def shell(self) -> Shell:
-        """Return the orbits from ``epoch_unix_s`` on, without gaps, all planes at the mean altitude."""
+        """Return the orbits from ``epoch_unix_s`` on, without gaps, at the mean altitude."""
         return Shell(
             self.planes,
             self.slots_per_plane,

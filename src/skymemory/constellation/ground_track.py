@@ -1,4 +1,4 @@
-"""Ground tracks: the path of the overhead point over the grid, from which the moves of the box follow.
+"""Ground tracks: the overhead point's path over the grid, which gives the moves of the box.
 
 A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit.
 """
@@ -84,7 +84,7 @@ class Track:
         return slot0 - slot, plane - plane0
 
     def next_crossing_s(self, time_s: float) -> float:
-        """Return the time at which the overhead point next reaches the edge of its cell."""
+        """Return when the overhead point next reaches its cell's edge."""
         piece = bisect_right(self._times, time_s)
         while True:
             end_s = self.knots[piece].time_s if piece < len(self.knots) else math.inf
@@ -160,7 +160,7 @@ Vector = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Path of a host over the ground: great circles between waypoints in ascending order, at least one.
+    """Path of a host over the ground: great circles between ascending waypoints, at least one.
 
     The host stands still before the first and after the last.
     """

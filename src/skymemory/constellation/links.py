@@ -227,7 +227,7 @@ def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
-    """Return a satellite's elevation from its height and its beam's light time."""
+    """Return a satellite's elevation by height and light time."""
     slant_m, radius_m = one_way_s * SPEED_OF_LIGHT_M_S, EARTH_RADIUS_M + altitude_m
     sine = (radius_m**2 - EARTH_RADIUS_M**2 - slant_m**2) / (2 * EARTH_RADIUS_M * max(slant_m, 1.0))
     return math.degrees(math.asin(max(-1.0, min(1.0, sine))))
@@ -392,7 +392,7 @@ class LinkQueue:
         self._factor = factor
 
     def leaves_s(self, datagram_bytes: int, now_s: float, urgent: bool = False) -> float:
-        """Return the time at which a datagram that arrives now is sent completely; ``LOST`` if never.
+        """Return when a datagram that arrives now is completely sent; ``LOST`` if never.
 
         ``urgent`` datagrams (routing protocols) overtake the queue.
         """
@@ -441,7 +441,7 @@ class LinkQueues:
         place: Callable[[Any], str] = lambda host: "",
         onboard: SatelliteId | None = None,
     ) -> None:
-        """Create the queues; a satellite ``onboard`` carries the hosts, without a beam."""
+        """``onboard``: satellite that carries the hosts, without a beam."""
         self.links = links
         self._onboard = onboard
         self.counts: dict[LinkClass, LinkCounts] = {kind: LinkCounts() for kind in LINK_CLASSES}

@@ -10,8 +10,8 @@ Walker's slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so
 slots. Here slot s of plane k is the satellite *nearest* to its position for F = 0 (``Shell.walker_slot`` maps back):
 the torus closes without a twist, and routing, placement and handover need not know F.
 
-Two-line elements are not propagated: every host must compute the same regular grid to the bit, and station keeping
-corrects drift within a slot.
+Two-line elements are not propagated: all hosts must compute the same regular grid to the bit; station keeping corrects
+drift within a slot.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class Shell:
         return self.d_n_max_m() * math.hypot(math.cos(u_rad), cos_i * math.sin(u_rad))
 
     def chord_m(self, d_slot: int, d_plane: int, u_rad: float = 0.0, plane: int = 0) -> float:
-        """Return the straight distance from a satellite of ``plane`` at ``u_rad`` to the satellite at this offset."""
+        """Return the straight distance between a satellite of ``plane`` at ``u_rad`` and that at this offset."""
         own_m = self.position_m(u_rad, 0.0)
         u_there = u_rad + self.argument_rad(plane + d_plane, d_slot) - self.argument_rad(plane, 0)
         if self.pattern == "delta" and not self.plane_nodes_rad:
@@ -296,7 +296,7 @@ class Shell:
     def nearest_approach_m(self) -> float:
         """Return the least distance ever between satellites of different planes, exactly.
 
-        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ the difference of their arguments.
+        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ their arguments' difference.
         """
         import numpy as np
 
@@ -319,7 +319,6 @@ class Shell:
         return 2 * math.sqrt(max(0.0, self.radius_m**2 - (self.earth_radius_m + LINK_CLEARANCE_M) ** 2))
 
     def link_blocked(self, chord_m: float) -> bool:
-        """Return True if the Earth or its atmosphere blocks a link of this length."""
         if chord_m >= 2 * self.radius_m:
             return True
         return math.sqrt(self.radius_m**2 - (chord_m / 2) ** 2) < self.earth_radius_m + LINK_CLEARANCE_M
@@ -327,7 +326,7 @@ class Shell:
     def slant_m(
         self, d_slot: int, d_plane: int, u_rad: float = 0.0, model: DistanceModel = "exact", plane: int = 0
     ) -> float:
-        """Return the distance from the ground below a satellite of ``plane`` to the satellite at this offset.
+        """Return the distance from the ground below a satellite of ``plane`` to that at this offset.
 
         ``exact``: sqrt(h² + chord²·r_E/(r_E+h)), on a sphere. ``paper``: equations 3 and 4 (flat sky, planes at maximum
         distance).

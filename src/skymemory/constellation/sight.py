@@ -1,6 +1,6 @@
-"""Satellites in sight of a host: those above the elevation mask, the gateway first, and their light times.
+"""Satellites in sight of a host: above the elevation mask, the gateway first, and their light times.
 
-After an operator's push of the box's *centre*, satellites are seen as if they had flown that far.
+After an operator's push of the box's *centre*, satellites seem to have flown that far.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_mask(mask_deg: float) -> None:
 
 
 def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = None) -> float:
-    """Return the cosine of the angle at the Earth's centre between a host and a satellite at the mask, on a sphere."""
+    """Return the cosine of the angle at a spherical Earth's centre between a host and a satellite at the mask."""
     mask_rad = math.radians(mask_deg)
     share = (ground_radius_m or shell.earth_radius_m) / shell.radius_m
     return math.cos(math.acos(share * math.cos(mask_rad)) - mask_rad)
@@ -227,7 +227,7 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """View of a grid that is not an orbit (the paper's testbed), by offsets from the overhead point.
+    """View of a grid without orbits (the paper's testbed), by offsets from the overhead point.
 
     Its links count as free; on a ring all would pass through the Earth.
     """

@@ -1,11 +1,11 @@
 """The +GRID torus: the links between satellites, and the routes over them (SkyMemory paper §3.2 and §4).
 
 Each satellite is linked to its neighbours in the plane and to the same slot of neighbouring planes; both rings close,
-except at a *seam* (first and last planes of a Walker star fly in opposite directions). Over *gaps*, cells without a
-satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next living
-satellite ahead in the plane holds a gap's data.
+except at a *seam* (a Walker star's first and last planes fly in opposite directions). Over *gaps*, cells without a
+satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next ahead in the
+plane holds a gap's data.
 
-Slots grow along the motion, which is east; planes grow south.
+Slots grow along the motion, east; planes grow south.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Torus:
 
     @property
     def cells(self) -> int:
-        """Number of satellites and gaps."""
         return self.planes * self.slots_per_plane
 
     def __contains__(self, satellite: object) -> bool:
@@ -71,9 +70,7 @@ class Torus:
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
 
     def living(self, cell: SatelliteId) -> SatelliteId:
-        """Return the cell's satellite, or that which holds a gap's data: the next ahead in its plane, else in the next
-        plane.
-        """
+        """Return the cell's satellite, or a gap's: the next ahead in its plane, else in the next plane."""
         return _living(self, cell) if cell in self.gaps else cell
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
@@ -149,9 +146,9 @@ class Torus:
     ) -> SatelliteId:
         """Return the next hop of a packet to ``target``; ``satellite`` itself on arrival.
 
-        ``greedy`` is the rule of paper §4, planes first, except that a tie, at which the printed rule stops, goes north
-        or west. ``alternate`` swaps axes at each hop, which spreads a box's flows evenly over its centre's links. With
-        gaps, the hop must be on a shortest path.
+        ``greedy`` is the rule of paper §4, planes first, but a tie, at which the printed rule stops, goes north or
+        west. ``alternate`` swaps axes at each hop, which spreads a box's flows over its centre's links. With gaps, the
+        hop must be on a shortest path.
         """
         if self.gaps:
             return self._next_over_gaps(satellite, target, mode, came_axis)

@@ -1,9 +1,9 @@
 """Visibility from the ground: elevations, the anchor of a host's box, its gateway.
 
 The satellite nearest to a host changes about every minute, between planes and branches; a box that followed it would
-always migrate. So its centre is an *anchor*: the cell of the overhead point on a fixed branch, a pure function of host,
-epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns relative to the
-nodes. (Without plane steps, the papers' box sinks below the horizon within two hours.)
+always migrate. So its centre is an *anchor*: the overhead point's cell on a fixed branch, a pure function of host,
+epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns against the nodes.
+(Without plane steps, the papers' box sets within two hours.)
 
 ``j2``: WGS84 at height 0, geodetic, turning by mean sidereal time (TEME). ``paper``: a sphere that turns by the Earth
 rotation angle.
@@ -100,7 +100,7 @@ def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
 
 
 def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
-    """Return the argument of latitude at which the climbing branch passes over the host, or nearest to it."""
+    """Return the argument of latitude at which the climbing branch passes over or nearest to the host."""
     i_rad = math.radians(shell.inclination_deg)
     if shell.model == "paper":
         sine = math.sin(math.radians(host.latitude_deg)) / math.sin(i_rad)

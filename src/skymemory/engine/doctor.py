@@ -1,7 +1,7 @@
-"""Checks of a user's own set-up: why the hit rate is 0 (``examine``, ``examine_vllm``), and if the cache changes what
-the model says (``measure_logit_distance``).
+"""Checks of a user's set-up: why the hit rate is 0 (``examine``, ``examine_vllm``), and if the cache changes the
+model's output (``measure_logit_distance``).
 
-torch is imported only if a model is used: vLLM's logs can be read on any computer.
+torch is imported only for a model: vLLM's logs can be read on any computer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _BLOCKS = 3
 _MOST_PROBE_BYTES = 64 << 20
 OPENING_S = 20.0
-"""Longest wait for a store to open: a network folder or a stopped daemon may never answer."""
+"""Longest wait for a store: a network folder or a stopped daemon may never answer."""
 Opened = TypeVar("Opened")
 
 
@@ -206,8 +206,8 @@ def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
 
 
 def examine_vllm(engines: Mapping[str, EngineReport], address: str | None = None) -> Examination:
-    """Check that these engines, by log name, find each other's values; store, load and delete a value. ``address``: of
-    the store as this computer reaches it, if that differs.
+    """Check that these engines, by log name, find each other's values; store, load and delete a value. ``address``: the
+    store's on this computer, if different.
     """
     findings = [Finding(f"engine {name}", *_engine(report)) for name, report in engines.items()]
     (first, ours), *other_engines = engines.items()

@@ -1,4 +1,4 @@
-"""Checks of model names, folders and documents without importing torch, which takes seconds."""
+"""Checks of model names, folders and documents without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shipped_document() -> str:
 
 
 def read_document(path: str | Path) -> str:
-    """Return a file's text. Raises InvalidInput if it is missing, empty, too large or not UTF-8."""
+    """Return a file's text; raise InvalidInput if missing, empty, too large or not UTF-8."""
     file = Path(path)
     if not file.is_file():
         raise InvalidInput(f"no document at {str(path)!r}: expected a text file")

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
-    """LMCache connector. Raises IrrecoverableException for a wrong option; LMCache then goes on without it."""
+    """LMCache connector. Raises IrrecoverableException for a wrong option; LMCache then runs without it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
         metadata = local_cpu_backend.metadata

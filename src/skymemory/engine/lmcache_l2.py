@@ -27,7 +27,7 @@ from skymemory.metrics import SharedCounters
 from skymemory.reasons import Miss
 
 _OBJECT_BYTES = 32 << 20
-"""Assumed size, as of an 8B model: it determines batches; the true size is known later."""
+"""Assumed size for batches, as of an 8B model; the true size is known later."""
 _KEPT_SIZES = 1 << 20
 _WHERE = "--l2-adapter, adapter_params"
 _LENGTH_BYTES = 4
@@ -136,7 +136,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return L2StoreResult(all(saved.done), sum(size for size, is_written in written if is_written))
 
     def _says_what_they_are(self, objects: list[Any]) -> bool:
-        """Return True if the meaning of the bytes is known: kinds of 8-bit floats, or of serializers, must not mix."""
+        """Return True if the bytes' meaning is known: kinds of 8-bit floats, or of serializers, must not mix."""
         if self._settings.kv_dtype or all(
             str(dtype) != "torch.uint8" for stored_object in objects for dtype in stored_object.get_dtypes()
         ):

@@ -1,8 +1,8 @@
-"""Values of other engines' plug-ins in a store: any bytes under the engine's own names, checked, and limited in time.
+"""Values of other engines' plug-ins in a store: bytes under the engine's names, checked, and limited in time.
 
 A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. A value is a header (``kv.value``) and
-the payload; its key the hash of the engine's name for it and of a context. Once the store is open nothing raises: a bad
-or late value is a miss, a refused value is counted.
+the payload; its key a hash of the engine's name and of a context. Once the store is open nothing raises: a bad or late
+value is a miss, a refused value is counted.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class PluginStore:
     ) -> list[bool]:
         """Load values, all by one deadline; returns for each if it was loaded.
 
-        ``place`` copies value ``at`` before it returns; False: no room. ``is_prefix``: only the beginning of a prompt
-        is of use, so loading stops after a batch with a miss.
+        ``place`` copies value ``at`` before it returns; False: no room. ``is_prefix``: only a beginning is of use, so
+        loading stops after a batch with a miss.
         """
         return [not reason for reason in self.load_or_say_why(names, place, is_prefix=is_prefix)]
 
@@ -202,7 +202,7 @@ class PluginStore:
         return reasons
 
     def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> SavedValues:
-        """Store the values that are absent, all by one deadline; ``read`` returns the pieces of value ``at``."""
+        """Store absent values, all by one deadline; ``read`` returns the pieces of value ``at``."""
         ends_s = time.monotonic() + self._store_deadline_s
         was_present = self.present(names)
         done = list(was_present)
@@ -293,8 +293,8 @@ GONE = INVALID | {Miss.ABSENT}
 
 
 def _until(ends_s: float) -> AbstractContextManager[None]:
-    """Give a batch what is left of its call's time: the first has the store's own deadlines, which allow for a busy
-    computer, and every later one ends by ``ends_s``.
+    """Limit a batch to its call's remaining time: the first has the store's own deadlines, which allow for a busy
+    computer, later batches end by ``ends_s``.
     """
     return ending_within(ends_s - time.monotonic())
 

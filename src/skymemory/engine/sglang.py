@@ -27,7 +27,7 @@ from skymemory.kv.context import CacheContext
 _log = logging.getLogger(__name__)
 _KV = "kv"
 _BY_RANK = ("mamba", "draft", "draft_swa")
-"""Pools that are cut by rank although keys and values are not: states, and a draft model's, which one rank stores."""
+"""Pools cut by rank although keys and values are not: states, and a draft model's, which one rank stores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Change. ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked
-    for, values adopted).
+    """Change. ADD uses ``infos``, ``start``, ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked for,
+    values adopted).
     """
 
     op: RecordOp
@@ -95,8 +95,8 @@ def _framed(op: RecordOp, version: int, body: bytes) -> bytes:
 
 
 def decode_records(data: Buffer) -> tuple[list[Record], int]:
-    """Return the records up to the first incomplete or damaged, and their bytes: cut off the remainder before
-    appending. MalformedPacket for a self-contradiction.
+    """Return the records up to the first incomplete or damaged, and their bytes: cut off the rest before appending.
+    MalformedPacket for a self-contradiction.
     """
     view = memoryview(data).cast("B")
     records: list[Record] = []
@@ -208,7 +208,7 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """Return ``count`` groups from the start of ``view``, and their size in bytes."""
+    """Return ``count`` groups, and their size in bytes."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
@@ -242,7 +242,7 @@ def replay(record: Record, index: RadixIndex) -> None:
 
 
 def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
-    """Replay records, and apply them to ``state``; return their bytes. Additions and removals, nearly all, never become
+    """Replay records, also into ``state``; return their bytes. Additions and removals, nearly all, never become
     objects. InvalidInput for a contradiction.
     """
     view = memoryview(data).cast("B")
@@ -276,8 +276,8 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 class JournalState:
     """State of a journal. ``complete``: blocks that it does not name are absent.
 
-    Only a journal that began with its constellation (BORN) and lost no record is complete. Not even probing makes
-    another complete: clients elsewhere may store more.
+    Only a journal that began with its constellation (BORN) and lost no record is complete. Probing makes none complete:
+    clients elsewhere may store more.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")

@@ -47,7 +47,7 @@ Group = tuple[str, int, bytes, int]
 
 
 class Groups:
-    """Groups by number, which packs entries into little-endian rows that name a group."""
+    """Groups by number; packs entries into little-endian rows that name a group."""
 
     __slots__ = ("_numbers", "listed")
 
@@ -187,8 +187,8 @@ class RadixIndex:
         return [None if row is None else self._groups.unpack(row) for row in self._table.find(hashes)]
 
     def bytes_by_servers(self) -> dict[int, float]:
-        """Return the bytes of the present values by number of servers. Most evictions are never reported, so weights
-        decay exponentially with the bytes set later.
+        """Return the present values' bytes by number of servers. Most evictions are never reported, so weights decay
+        exponentially with bytes set later.
         """
         bytes_by_servers: dict[int, float] = {}
         for group, size_bytes in zip(self._groups.listed, self._table.held(), strict=False):
@@ -200,8 +200,8 @@ class RadixIndex:
         return self._table.place(key)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """Return a possible place for an absent block: depth 0 or, if blocks follow, the depth before those, after a
-        made-up hash, so that no prefix reaches the block.
+        """Return a possible place for an absent block: depth 0 or, if blocks follow, the depth before them, after a
+        made-up hash, so that no prefix reaches it.
         """
         below = self._table.below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
@@ -219,8 +219,8 @@ class RadixIndex:
         return [key for _, key in blocks]
 
     def runs(self, visit: Callable[[int, bytes | None, bytes, bytes, Sequence[Group]], object]) -> None:
-        """Call ``visit`` with every run: first depth, hash before it, hashes, rows, and the groups that rows name by
-        position. It must not change the index.
+        """Call ``visit``, which must not change the index, with every run: first depth, hash before it, hashes, rows,
+        and the groups that rows name by position.
         """
 
         def visit_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, numbers: list[int]) -> None:

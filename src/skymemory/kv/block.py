@@ -185,7 +185,7 @@ class KVLayout:
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:
-        """Return a stable text, which changes exactly when a block's bytes would."""
+        """Return a text that changes exactly when a block's bytes would."""
         if self.value_dim:
             return (
                 f"kv2[layers={self.layers},kv_heads={self.kv_heads},tokens={self.block_tokens},"

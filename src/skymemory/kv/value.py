@@ -91,8 +91,8 @@ class ValueHeader:
 
 
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
-    """Return header and payload (a view) of a stored value; the payload is not checked. Raises MalformedPacket, or its
-    subclass LaterVersion for what a later release wrote.
+    """Return header and payload (an unchecked view) of a stored value. Raises MalformedPacket; its subclass
+    LaterVersion for what a later release wrote.
     """
     view = memoryview(value).cast("B")
     header = unpack_header(view)
@@ -173,7 +173,7 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
 
 def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | None:
     """Return the CRC-32 of a stored block, continued from ``crc``; None if it is no such block. The payload's CRC is
-    taken from the header: wrong for a damaged payload.
+    the header's: wrong for a damaged payload.
     """
     if len(value) < PAYLOAD_AT:
         return None
@@ -189,8 +189,8 @@ def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | N
 
 
 def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
-    """Return codec id and payload of a stored block, after every check. Raises MalformedPacket; ForeignBlock for
-    another block or layout, LaterVersion for what a later release wrote.
+    """Return codec id and payload of a stored block, checked. Raises MalformedPacket; ForeignBlock for another block or
+    layout, LaterVersion for what a later release wrote.
     """
     header, payload = unpack_value(value)
     _check_block(header, native.crc32(payload), block_hash, layout)

@@ -1,14 +1,13 @@
-"""Number of satellites for a value: a small value goes to the nearest, a large value to as many as pay off.
+"""Number of satellites for a value: small values go to the nearest, large values to as many as pay off.
 
 A value of n chunks from s servers takes (spec §4, bound (i), if transmitting a chunk outlasts processing it):
 
     round trip to the farthest satellite of the box of s  +  ⌈n / s⌉ · transmission of a chunk  +  s · ``_SERVER_S``
 
-A satellite gets at most ``_MOST_BYTES`` of a value: several writers would overrun it.
+A satellite gets at most ``_MOST_BYTES`` of a value, or several writers would overrun it.
 
-The nearest satellite has a share of every value; if it is full and evicts a share, the value is lost on all others. So
-values on s servers or fewer may take a fifth of its memory, and only what values on more servers leave free, but always
-a little.
+The nearest satellite has a share of every value; if it is full and evicts a share, the value is lost. So values on s
+servers or fewer may take a fifth of its memory, and only what values on more servers leave free, but always a little.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def round_trips_of(
 ) -> dict[int, float]:
     """Return the round trips by number of servers, of full boxes of at most ``most`` servers and of ``most`` itself.
 
-    A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, other satellites must
-    still know that all copies of a chunk are gone.
+    A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, others must still
+    know that all copies are gone.
     """
     planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 

@@ -1,7 +1,7 @@
 """The five layouts: the assignment of cells around the centre to servers (SkyMemory paper §3.4 to §3.7).
 
 A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of the centre. A box of w columns and h rows
-has an even side's extra column in the west, where satellites come into sight, and its extra row in the south.
+has an even side's extra column in the west, where satellites rise, and its extra row in the south.
 
 - ``rotation``      row by row from the north-west corner of the box.
 - ``hop``           breadth-first from the centre, neighbours in the order north, east, south, west; no box.

@@ -4,9 +4,9 @@
 fly east under it), a plane move one plane south. Both may be negative.
 
 At a slot move the leaving east column hands its chunks to the entering west column; at a plane move the north row to
-the south row. So after r and p moves a server set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p +
-north) mod h) − north)`` from the current centre. The mod runs over the full box, empty cells included: so the axes
-commute. ``Torus.living`` stands in for a gap.
+the south. So after r and p moves a server set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north)
+mod h) − north)`` from the current centre. The mod runs over the full box, empty cells included: so the axes commute.
+``Torus.living`` stands in for a gap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Moves = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A layout around ``centre``, the satellite overhead at moves (0, 0), and its motion from then on."""
+    """Layout around ``centre``, the satellite overhead at moves (0, 0), and its motion."""
 
     layout: Layout
     centre: SatelliteId
@@ -136,7 +136,7 @@ class Placement:
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
-        """Return moves for which ``locate`` covers every satellite that can ever hold what was set."""
+        """Return moves for which ``locate`` covers all satellites that can ever hold what was set."""
         if not self.migrates:
             return [set_moves]
         box, torus = self.layout.box, self.torus

@@ -1,6 +1,6 @@
 """Accounting of stores with a byte budget, on any medium.
 
-``PrefixOrder`` knows what may be evicted, a policy (``eviction``) picks the next, ``Inventory`` counts bytes.
+``PrefixOrder`` knows what may be evicted, a policy (``eviction``) picks, ``Inventory`` counts bytes.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class _Node:
 
 
 class PrefixOrder:
-    """Order of the keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present
-    key.
+    """Order of keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present key.
 
     O(1) per key, but a late predecessor costs, once, a step for each key before it.
     """
@@ -222,9 +221,7 @@ class StoredEntry:
 
 
 class Inventory:
-    """Entries of a store, without I/O and clock; InvalidInput for an unknown policy. The caller holds a lock around
-    every call.
-    """
+    """Entries of a store, without I/O and clock; InvalidInput for an unknown policy. The caller holds a lock."""
 
     def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:
         self.budget_bytes = budget_bytes
@@ -241,7 +238,7 @@ class Inventory:
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
         self._reserved_bytes = 0
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
-        """Heap; weak references keep no values of ended tickets in memory."""
+        """Heap; weak references keep no ended tickets' values in memory."""
         self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
@@ -458,9 +455,7 @@ class Inventory:
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Return victims to ``evict`` for a value put next; its key is held until ``order.free``. None: it needs a
-        ticket.
-        """
+        """Return victims to ``evict`` for the next put, its key held until ``order.free``. None: it needs a ticket."""
         if self._reservations or key in self.kept:
             return None
         if self.used_bytes + size_bytes <= self.budget_bytes:

@@ -4,13 +4,12 @@
 
 - **Keys** are 32 ``bytes`` (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** Keys form a chain: eviction takes its last blocks first, so that presence stays prefix-closed.
-- **Places** (a block's depth and predecessor; None if unknown) only make an index faster: results never depend on them.
+- **Places** (a block's depth and predecessor; None if unknown) only speed up an index: results never depend on them.
 - **A miss is a value.** Absent, evicted, corrupt and unreachable all return None; ``complete_load`` raises for none of
   them. The ticket's report has the reason, ``stats()`` a counter.
-- **Views are snapshots.** A returned view never changes, even if its key is put, deleted or evicted, until
-  ``release(ticket)``.
+- **Views are snapshots.** Until ``release(ticket)`` a view never changes, even if its key is put, deleted or evicted.
 - **Values are copied.** After ``complete_store`` the caller may change what it passed in.
-- **No needless eviction.** If eviction cannot make room for a value, nothing is evicted for it.
+- **No needless eviction.** If eviction cannot make room for a value, nothing is evicted.
 - **A lease protects** the keys present at ``prepare_load`` from eviction until ``complete_load``, ``release`` or its
   end; keys being stored are protected between the phases. Exceptions, which cost a miss: Redis leases nothing;
   satellites lease at most a quarter of their memory, by one unacknowledged packet.
@@ -98,8 +97,8 @@ class LoadTicket:
     rows: Sequence[Rows | None] = field(default=(), repr=False)
     """Destination of each value; a tier may receive the value there."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """CRC-32, by position, of values received undamaged in their rows, of which only the heads are returned. Other rows
-    may be overwritten too.
+    """CRC-32, by position, of values received undamaged in their rows: only the heads are returned. Other rows may be
+    overwritten too.
     """
 
 
@@ -140,7 +139,7 @@ class Store(Protocol):
         """Return True if leases always protect."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are all present."""
+        """Return the number of leading keys present."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Lease ``keys``, which may repeat."""
@@ -159,8 +158,8 @@ class Store(Protocol):
         """Reserve room. Raises ValueTooLarge, with the limit, for a value that can never fit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        """Return True per item if stored and acknowledged. False: no room, or no answer (``ticket.unanswered``). Raises
-        as ``complete_load``.
+        """Return True per item if acknowledged. False: no room, or no answer (``ticket.unanswered``). Raises as
+        ``complete_load``.
         """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -196,7 +195,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """Optional interface: move values in advance to where they will be needed."""
+    """Optional interface: move values in advance to their readers."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
         """Move values near before ``at`` (Unix seconds). False: absent, or not moved."""
@@ -214,8 +213,8 @@ class Evicting(Protocol):
     """Optional interface: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Callback with key, value and place, under the tier's lock: it must be quick and must not call the tier. Not for
-    values deleted, replaced or lost by closing.
+    """Callback with key, value and place, under the tier's lock: it must be quick and not call the tier. Not for values
+    deleted, replaced or lost by closing.
     """
 
 
@@ -298,7 +297,7 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """Return a tuple; InvalidInput for a bad item. Empty views become ``b""``: a zero in a shape cannot be cast."""
+    """Return a tuple; InvalidInput for a bad item. Empty views become ``b""``: zeros in a shape cannot be cast."""
     check_keys([key for key, _ in items])
     return tuple([(key, _check_value(value)) for key, value in items])
 
@@ -349,7 +348,7 @@ class OpenTickets(Generic[_Ticket]):
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """Add a ticket; drop abandoned tickets, which would keep values in memory."""
+        """Add a ticket; drop abandoned tickets, which keep values in memory."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._open[ticket] = None
@@ -386,7 +385,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
-        """Count a ticket that begins and ends inside ``with``."""
+        """Count a ticket that exists only inside ``with``."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._ending.add(ticket)
@@ -479,11 +478,11 @@ class RemoteStore(TwoPhase):
 
 _KEPT_BUFFERS = 4
 ALIGNED = 64
-"""Alignment of values in bytes: reading into 16-byte alignment (``malloc``) takes a quarter longer."""
+"""Alignment of values in bytes: reading into 16-byte alignment (``malloc``) takes 25 % longer."""
 
 
 class BufferPool:
-    """Pool of receive buffers: touching fresh memory costs more than filling it. Thread-safe."""
+    """Pool of receive buffers: touching fresh memory costs more than filling. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
@@ -511,7 +510,7 @@ _ALIGNED_FROM_BYTES = 128 << 10
 
 
 _TOUCHED_FROM_BYTES = 4 << 20
-"""Least size of a buffer whose pages are touched in advance: a receiver that stops for page faults loses packets."""
+"""Least size of a buffer with pages touched in advance: page faults while receiving lose packets."""
 
 
 def value_buffer(size_bytes: int) -> memoryview:
@@ -537,8 +536,8 @@ _STRIPES = 4096
 
 
 class KeyLocks:
-    """Locks on keys: writers run one after the other, and a move between tiers cannot undo a put or a delete.
-    Thread-safe, not reentrant.
+    """Locks on keys: writers take turns, and a move between tiers cannot undo a put or delete. Thread-safe, not
+    reentrant.
 
     Puts and deletes wait (``exclusive``); moves take only free keys (``try_lock``) with unchanged versions.
     """

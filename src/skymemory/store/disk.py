@@ -94,7 +94,7 @@ class DiskStore(BudgetedStore):
         self._unstamped: dict[bytes, None] = {}
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
-        """Room of the full disk, and the end of believing it."""
+        """Room of the full disk, and the time until which it counts."""
         self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
@@ -119,7 +119,7 @@ class DiskStore(BudgetedStore):
     # --- loading ---
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Load. A single key needs no lease: if evicted meanwhile, it is read to its end or is a miss."""
+        """Load. A single key needs no lease: evicted meanwhile, it is read to its end or is a miss."""
         if len(keys) != 1:
             return super().get_many(keys)
         (key,) = check_keys(keys)
@@ -279,7 +279,7 @@ class DiskStore(BudgetedStore):
             self._evict(self._inventory.victims_for(excess_bytes) or [])
 
     def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
-        """Evict for a value on a full disk, all or nothing, after ``tries`` evictions; True if it may fit now."""
+        """Evict for a value on a full disk, all or nothing, after ``tries`` evictions; True if it may fit."""
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False

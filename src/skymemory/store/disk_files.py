@@ -3,11 +3,11 @@
 ``format`` names the layout; the process that has the store open locks ``lock``; ``values/`` has one file per value, its
 modification time the last use. Only regular files are opened: others may have placed links or pipes.
 
-A value's file is written once as a ``.part``, renamed into place, never changed. A power cut may tear it, which its
-checksum shows; a ``synced`` store flushes bytes and directory entries before relying on them.
+A value's file is written as a ``.part``, renamed, never changed. A power cut may tear it, which its checksum shows; a
+``synced`` store flushes bytes and directory entries before relying on them.
 
 Another process may take over a directory whose ``lock`` was removed. So the store removes, renames or marks nothing
-unless ``lock`` is the file that it holds (``is_ours``).
+unless it still holds ``lock`` (``is_ours``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _FORMAT = "skymemory disk store 1\n"
 _OURS = {"format", "lock", "values"}
 _MOST_FLIPPED = 4
-"""Bytes of ``format`` that may differ where the values prove the store ours: more is another program's file."""
+"""Bytes of ``format`` that may differ if the values prove the store ours: more is another program's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class FoundValue:
 
 
 class StoreDirectory:
-    """Directory at ``path``, created if needed, locked until ``close``; InvalidInput if it cannot be written, is open
-    elsewhere, or holds other files.
+    """Directory at ``path``, created if needed, locked until ``close``; InvalidInput if unwritable, open elsewhere, or
+    with other files.
     """
 
     def __init__(self, path: Path, *, synced: bool = False) -> None:
@@ -293,7 +293,6 @@ class StoreDirectory:
         return status.f_bavail * status.f_frsize
 
     def sync(self) -> None:
-        """Flush renames and removals so far."""
         self.has_unsynced_removals = False
         try:
             _sync_directory(self.values)

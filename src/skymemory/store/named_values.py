@@ -1,6 +1,6 @@
 """General key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
 
-A value's header has its name: a value under a wrong key is detected, and listing needs no index.
+A value's header has its name: a wrong key is detected, and listing needs no index.
 """
 
 from __future__ import annotations

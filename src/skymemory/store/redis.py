@@ -46,7 +46,7 @@ _MOST_LATER = 1 << 16
 class RedisStore(RemoteStore):
     """Store of values in the server at ``url``, shared by all its clients.
 
-    No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file for a
+    A call takes at most ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file for a
     ``rediss://`` server (default: the system's authorities).
 
     Raises:
@@ -444,7 +444,7 @@ class RedisLink:
                 self._pool.release(connection)
 
     def _rest_and_probe(self) -> None:
-        """Send only a probe for a while; its answer ends the silence, once."""
+        """Send only a probe for a while; its answer ends the silence."""
         self._rest_until_s = self._clock() + _REST_S
         if not self._is_in_doubt and self._probing.acquire(blocking=False):
             try:
@@ -478,14 +478,14 @@ class RedisLink:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """Map an error to unreachable: redis-py may raise anything for a reply of no Redis server."""
+        """Map an error to unreachable: redis-py may raise anything for a foreign server's reply."""
         if isinstance(error, self._redis.RedisError | OSError):
             return error
         self.counters.add("strange_replies")
         return ConnectionError(f"a reply that no Redis server gives: {type(error).__name__}: {error}")
 
     def _let_go(self) -> None:
-        """Close a forked child's connections, without a message to the server."""
+        """Close a forked child's connections, silently."""
         self._pool.reset()
 
     def close(self) -> None:

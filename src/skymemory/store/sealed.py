@@ -53,8 +53,8 @@ def is_sealed(value: Buffer) -> bool:
 
 
 class SealedStore(Wrapped):
-    """Wrapper that seals a store's values. ``ring`` is called at each use: secrets rotate. Raises MissingExtra without
-    ``cryptography``.
+    """Wrapper that seals a store's values. ``ring`` is called at each use, as secrets rotate. Raises MissingExtra
+    without ``cryptography``.
     """
 
     def __init__(self, store: Store, ring: Callable[[], KeyRing], now_s: Callable[[], float]) -> None:

@@ -143,7 +143,7 @@ _BITS_PER_KEY = 16
 class Sketch:
     """Set of the last ``capacity`` to ``2 * capacity`` keys: two Bloom filters that take turns.
 
-    Keys are hashes, so four words are the probes. A new key in 400 counts as seen, which only stores it early.
+    Keys are hashes, so four words are the probes. One new key in 400 counts as seen, which only stores it early.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -169,8 +169,8 @@ class Sketch:
 
 
 class AdmittingStore(Selecting):
-    """Write admission: stores a key when it is offered a second time, or is present. Most prompts are seen once;
-    exactly the shared blocks of a chain are offered again.
+    """Write admission: stores a key offered a second time, or present. Most prompts are seen once; exactly a chain's
+    shared blocks are offered again.
     """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
@@ -330,7 +330,7 @@ class TenantStore(Selecting):
 
 
 class RateLimited(Wrapped):
-    """Token bucket: loads are limited to ``bytes_per_s``, which may change; a full bucket holds ``burst_s`` seconds of
+    """Token bucket: limits loads to ``bytes_per_s``, which may change; a full bucket holds ``burst_s`` seconds of
     bytes.
     """
 
@@ -380,7 +380,7 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStore:
-    """Store for asyncio: awaitable calls in threads, on ``store``, which it closes. A call cancelled before its thread
+    """Store for asyncio: awaitable calls, in threads, of ``store``, which it closes. A call cancelled before its thread
     starts does nothing; later it continues.
     """
 

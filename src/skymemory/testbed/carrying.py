@@ -52,7 +52,7 @@ def speed() -> float:
 
 
 def processors() -> float:
-    """Return this process's processors: its affinity, limited by the control group's quota."""
+    """Return the affinity's processors, limited by the control group's quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()

@@ -94,7 +94,7 @@ def open_constellation(
 ) -> ConstellationStore:
     """Return the store over the constellation of ``run_dir``, to be closed by the caller.
 
-    Without ``use_index`` it queries the satellites. ``ground`` replaces the host's place; the box stays.
+    Without ``use_index`` satellites are queried. ``ground`` replaces the host's place; the box stays.
 
     Raises:
         NoConstellation: no constellation runs there.
@@ -165,7 +165,7 @@ def sky_of(plan: ConstellationPlan, ground: GroundHost | None = None) -> SkyMap:
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
-    """Return the clock of the box's moves: by the host's ground track on a real orbit, else by the shell's periods."""
+    """Return the clock of the box's moves: by the host's ground track on real orbits, else by the shell's periods."""
     shell = shell_of(plan)
     pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
     if plan.access == "onboard":
@@ -223,7 +223,7 @@ def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId
 
 
 def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
-    """Return a client with a direct link to each satellite, so that a dead host hides no other."""
+    """Return a client with direct links to all satellites, so that a dead host hides no other."""
     return client_of(plan, "ideal", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
 
 

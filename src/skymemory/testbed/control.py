@@ -1,7 +1,7 @@
 """Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
 
-A flood of retransmitted requests would keep an overloaded host from answering, so a survey limits them, accepts late
-answers, and waits while a host makes progress.
+A flood of retransmissions would keep an overloaded host from answering, so a survey limits them, accepts late answers,
+and waits while a host progresses.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rotation:
 class Silence:
     """Timeouts for silent satellites: ``patience_s`` plus the round trip.
 
-    They restart when the host answers or is ``busy``, up to ``most_s``; not for satellites that are ``off``.
+    They restart when the host answers or is ``busy``, up to ``most_s``; not for ``off`` satellites.
     """
 
     def __init__(
@@ -190,14 +190,14 @@ def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> di
 
 
 def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the hosts whose clocks make them refuse the others' signatures, with the seconds ahead."""
+    """Return the hosts whose clocks make them refuse others' signatures, with the seconds ahead."""
     ordered_s = sorted([*clocks_s.values(), *([0.0] if len(clocks_s) % 2 == 0 else [])])
     usual_s = ordered_s[len(ordered_s) // 2]
     return {host: ahead_s - usual_s for host, ahead_s in clocks_s.items() if abs(ahead_s - usual_s) > MAX_SKEW_S}
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
-    """Raise ``ConstellationError`` for hosts with silent satellites that are not ``busy``."""
+    """Raise ``ConstellationError`` for hosts with silent satellites, unless ``busy``."""
     answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
@@ -382,7 +382,7 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
 WINDOW = 64
 """Limit of requests in flight, without overdue requests."""
 OVERDUE_S = 0.25
-"""Retransmission timeout beyond the round trip; doubled while its host gets over ``REPEATED_PER_S``."""
+"""Retransmission timeout beyond the round trip; doubled while a host gets over ``REPEATED_PER_S``."""
 REPEATED_PER_S = 10.0
 """Limit of retransmissions to a host: fewer than it can answer in overload."""
 
@@ -390,7 +390,7 @@ REPEATED_PER_S = 10.0
 class Survey:
     """Schedule of a request to each satellite, and of giving up; no I/O, no clock.
 
-    A host is given up if all its satellites were asked and for ``patience_s`` none answered and it was not ``busy``; at
+    A host is given up if all its satellites were asked, none answered for ``patience_s``, and it was not ``busy``; at
     the latest ``most_s`` after its first request.
     """
 
@@ -405,7 +405,7 @@ class Survey:
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Requests in flight, in the order in which they become overdue."""
+        """Requests in flight, the first overdue first."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
         self._began_s: dict[str, float] = {}

@@ -87,8 +87,8 @@ async def _serve(
             line.ready()
 
     def follow_outages(served: UdpHost) -> None:
-        """Apply disabled satellites, now and at each SIGHUP; retry taken ports, which a search for free ports binds
-        briefly.
+        """Apply disabled satellites, now and at each SIGHUP; retry taken ports, which a search for free ports briefly
+        binds.
         """
         # ``again`` is the pending retry; a signal replaces it, so that at most one is pending.
         trouble, again = "", loop.call_soon(lambda: None)

@@ -1,4 +1,4 @@
-"""Progress of starting processes (from Linux' ``/proc``, else log and time only), and a guard that ends them with this
+"""Progress of starting processes (by Linux' ``/proc``, else log and time), and a guard that ends them with this
 process.
 """
 
@@ -80,7 +80,7 @@ class Activity:
 
 
 def activity(pid: int, log: str) -> Activity:
-    """Sum the activity of the session that ``pid`` leads, or else of ``pid`` alone."""
+    """Sum the activity of the session that ``pid`` leads, else of ``pid``."""
     processor_s, read_bytes, runnable = 0.0, 0, False
     for number in _session(pid):
         try:

@@ -355,7 +355,7 @@ def read_file(path: Path) -> HierarchyPlan:
     """Read the plan in a TOML file.
 
     Raises:
-        InvalidInput: an unreadable file, or an invalid setting, which is named.
+        InvalidInput: an unreadable file, or an invalid setting (named).
     """
     content = read_toml(path)
     tiers = content.pop("tier", None)

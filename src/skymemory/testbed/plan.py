@@ -281,8 +281,7 @@ class ConstellationPlan:
     keys_file: str = ""
     """Key file; relative in a plan file."""
     fan_out: str = ""
-    """Satellites per value: ``size`` (at most ``servers``) or ``fixed``; empty: ``size`` if ``servers`` is the
-    preset's.
+    """Satellites per value: ``size`` (at most ``servers``) or ``fixed``; empty: ``size`` for the preset's ``servers``.
     """
     preset_version: int = 1
 

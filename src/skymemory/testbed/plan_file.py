@@ -61,7 +61,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_keys(table: Mapping[str, Any], kind: type, where: str) -> None:
-    """Refuse unknown and missing keys: an ignored typo would start another constellation."""
+    """Refuse unknown and missing keys: a typo would start another constellation."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.compare}
     for key in table:
         if key not in fields:

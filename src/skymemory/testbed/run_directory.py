@@ -152,8 +152,8 @@ class RunDirectory:
         return self.path / f"{host}.pid"
 
     def create(self) -> None:
-        """Create the directory; refuse another user's, or one writable by others: its files say which processes to
-        kill.
+        """Create the directory; refuse another user's, or a directory writable by others: its files say which processes
+        to kill.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ class RunDirectory:
             raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
-        """Return a running constellation's plan; raise ``NoConstellation`` if all its processes here have died."""
+        """Return a running constellation's plan; raise ``NoConstellation`` if all its processes here are dead."""
         plan = self.read_plan()
         if self.recorded_hosts() and not self.living():
             raise NoConstellation(
@@ -368,7 +368,7 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
     """Return free UDP ports: consecutive below the ephemeral range, else any.
 
-    The search starts by process and ``attempt``, so that parallel searches differ.
+    The search starts by process and ``attempt``: parallel searches differ.
     """
     starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
     first = (os.getpid() + attempt) % max(1, len(starts))
@@ -412,7 +412,6 @@ def temporary_run_directory(kind: str = "") -> Iterator[Path]:
 
 
 def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
-    """Remove and return killed demos' folders in ``parent``."""
     now_s = time.time() if now_s is None else now_s
     removed = []
     for folder in sorted(parent.glob(f"{PREFIX}*")):

@@ -1,7 +1,7 @@
 """Supervisor of this computer's host processes: starts, watches and stops them.
 
-Over a socket pair the child sends ``ready`` once its satellites listen; ``stay`` leaves it in the background. A child
-whose socket closes before ``stay`` stops, so a dead supervisor leaves nothing running.
+Over a socket pair the child sends ``ready`` once its satellites listen; ``stay`` leaves it in the background. If its
+socket closes before ``stay`` it stops, so a dead supervisor leaves nothing running.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FREE_PORT_ATTEMPTS = 5
 
 
 Confirm = Callable[[ConstellationPlan, Callable[[], Collection[str]]], None]
-"""Check of a started constellation, given a function that returns the busy hosts."""
+"""Check of a started constellation; the function returns the busy hosts."""
 
 
 class AlreadyRunning(ConstellationError): ...

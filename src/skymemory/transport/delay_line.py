@@ -45,7 +45,7 @@ class DelayLine(Generic[Item]):
         return len(self._heap)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``pop_due`` has an item."""
+        """Return a descriptor, readable when ``pop_due`` has an item."""
         if self._timer is None:
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()
@@ -120,7 +120,7 @@ class _Interval(ctypes.Structure):
 
 
 class TimerFd:
-    """Absolute timer on the clock of ``time.monotonic``, readable once it has fired.
+    """Absolute timer on ``time.monotonic``'s clock, readable once fired.
 
     Raises:
         OSError: the system has no timerfd, or no descriptor is left.

@@ -17,7 +17,7 @@ _MOST_BITS = 8
 
 
 class FaultInjector:
-    """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
+    """Fractions (0 to 1) of datagrams lost, duplicated, reordered (delayed), or damaged.
 
     Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation.
     """
@@ -108,7 +108,7 @@ class FaultRates:
 
 
 def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, begin_s: float = 0.0) -> list[FaultEvent]:
-    """Return faults in the order of time, the same for the same seed; their ends may follow ``until_s``."""
+    """Return faults by time, the same for the same seed; their ends may follow ``until_s``."""
     random = Random(seed)
     events: list[FaultEvent] = []
     busy_until_s: dict[object, float] = {}

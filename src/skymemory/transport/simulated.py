@@ -1,10 +1,10 @@
 """Simulated constellation over virtual time: exact to the event, and reproducible from a seed.
 
 It drives the UDP transport's state machines. Work takes no time, unless hosts have limits (``simulated_host``). Packets
-to a neighbour hidden by the Earth are lost.
+to neighbours behind the Earth are lost.
 
 If links have rates, a forwarding satellite sees a run of packets once, when the first arrives; each follows when its
-last bit has arrived. Packets of a run that arrive within ``GRAIN_S`` are delivered together, at the time of the last.
+last bit has arrived. Packets of a run within ``GRAIN_S`` are delivered together, with the last.
 """
 
 from __future__ import annotations
@@ -469,7 +469,7 @@ class SimulatedConstellation:
             self._schedule(train, at)
 
     def _schedule(self, train: _Train, at: int) -> None:
-        """Schedule the next delivery from ``at`` on, at the time of its last packet."""
+        """Schedule the next delivery from ``at`` on, with its last packet."""
         due_s, last_left = train.due_s, train.left
         while at <= last_left and not 0.0 <= due_s[at] < math.inf:
             at += 1
@@ -490,7 +490,7 @@ class SimulatedConstellation:
         return last
 
     def _process_arrivals(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Process packets at the ends of their links until a machine received something, or ``until_s``."""
+        """Process packets at their links' ends until a machine received something, or ``until_s``."""
         # Most packets of a run pass a satellite that has forwarded the run, or are delivered with the next packet:
         # these need no check of timers and machines.
         arrivals, satellites, dead = self._arrivals, self.satellites, self._dead

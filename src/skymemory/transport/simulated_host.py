@@ -1,4 +1,4 @@
-"""Host process over virtual time: several satellites, an event loop, a processor whose work takes time.
+"""Host process over virtual time: satellites, an event loop, a processor whose work takes time.
 
 The loop does in each turn as ``udp_host``. Each step costs processor seconds (``WorkCosts``), and its packets leave at
 its end. Datagrams wait in their socket's buffer, and are lost if it is full.
@@ -39,11 +39,11 @@ _STEP_S = 1.0
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
     """Processor seconds by kind of work, measured by ``benchmarks/satellite_work.py`` with the compiled helper on a
-    core of a Xeon of 2021; declarations and searches have become cheaper since.
+    core of a Xeon of 2021; declarations and searches are cheaper now.
     """
 
     wake_s: float = 12e-6
-    """Handling of a socket or delayed batch: half of a busy host's remaining cost of a question and its answer."""
+    """Handling of a socket or delayed batch: half of a busy host's other cost of a question and answer."""
     run_s: float = 2.2e-6
     """Receipt of a run of datagrams."""
     faulty_s: float = 0.7e-6
@@ -55,9 +55,7 @@ class WorkCosts:
     chunk_s: float = 26e-6
     """Storage of a single chunk."""
     run_chunk_s: float = 4e-6
-    """Storage of a chunk in a run."""
     forward_s: float = 11e-6
-    """Forwarding of a packet or run."""
     alarm_s: float = 6e-6
     """Expiry and setting of a timer."""
     searched_s: float = 2.5e-6
@@ -78,7 +76,7 @@ class WorkCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Limits of the hosts. ``share`` is of a core."""
+    """Limits of the hosts; ``share`` is of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
@@ -115,7 +113,7 @@ class SimulatedHost:
         depart: Depart,
         faults: FaultInjector | None,
     ) -> None:
-        """Create the host. ``hold_s`` returns a link's one-way time; ``faults`` apply to received datagrams."""
+        """``hold_s`` returns a link's one-way time; ``faults`` apply to received datagrams."""
         self.machines = machines
         self.lateness = lateness
         self.work: Counter[str] = Counter()
@@ -151,7 +149,7 @@ class SimulatedHost:
     # --- events from outside ---
 
     def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Put a run into a socket; a full buffer drops it."""
+        """Put a run into a socket, whose full buffer drops it."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return

@@ -1,6 +1,6 @@
 """Ground host over a UDP socket: drives the client's state machine in the callers' own threads.
 
-A waiting thread serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers between
+A waiting thread serves the socket for all; while satellites are silent, a ``ProbeThread`` serves the timers between
 calls.
 """
 
@@ -153,8 +153,8 @@ class UdpClient:
 
     @property
     def lock(self) -> FairLock:
-        """Return the lock, held only while operations are begun. In a forked child it raises WrongProcess: two
-        processes would take each other's answers.
+        """Return the lock, held only while operations are begun. In a forked child it raises WrongProcess: both would
+        take each other's answers.
         """
         return self._lock
 
@@ -231,7 +231,7 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        """Read the wall clock, with the lock held; follow it between operations only: deadlines would pass."""
+        """Read the wall clock, with the lock held; follow it only between operations: deadlines would pass."""
         if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
         elif self.machine.idle:
@@ -424,8 +424,8 @@ class UdpClient:
 
 
 class ProbeThread:
-    """Thread that serves a client's timers between calls until all satellites answer again: ``step`` returns the
-    seconds until the next call, or None.
+    """Thread that serves a client's timers between calls until all satellites answer: ``step`` returns the seconds
+    until the next call, or None.
     """
 
     def __init__(self, step: Callable[[], float | None], readable: int) -> None:

@@ -1,8 +1,8 @@
 """Satellites of a host over UDP: a socket each, and an event loop.
 
 This module moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in
-both directions, so that clients need no geometry. It measures the loop's lateness by timers, and by sockets that are
-never found empty. Postponed work runs when the loop is idle, and for at least a fifth of the time.
+both directions, so that clients need no geometry. It measures the loop's lateness by timers, and by sockets never found
+empty. Postponed work runs when the loop is idle, and at least a fifth of the time.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class UdpHost:
     def _carried(
         self, satellite: UdpSatellite, served: list[native.Served], forwarded: list[native.Passed], now_s: float
     ) -> None:
-        """Account for what was served and sent on; hand over or queue the rest."""
+        """Account for served and forwarded runs; hand over or queue the rest."""
         machine, address = satellite.machine, satellite.machine.config.address
         to_hand_over: dict[SatelliteId, list[native.Slot]] = {}
         if forwarded:
@@ -555,7 +555,7 @@ class UdpHost:
         self._beat = self._loop.call_later(BEAT_S, self._measure_lateness)
 
     def _look_at_wall_clock(self) -> None:
-        """Follow a wall clock that was set forward: with MACs, only after an authentic command has its time."""
+        """Follow a wall clock set forward: with MACs, only after an authentic command has its time."""
         authority = self.spec.authority
         if authority is None or authority.heard_by_wall:
             self._clock.follow_wall()

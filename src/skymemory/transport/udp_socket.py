@@ -1,6 +1,6 @@
 """Socket that receives and sends whole batches.
 
-The default socket buffer holds some 25 datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is
+The default socket buffer holds some 25 datagrams, a block has 480: so 4 MiB are requested, and a smaller grant is
 reported. Network errors are only counted: the state machines retransmit.
 """
 
@@ -64,9 +64,8 @@ def udp_socket(ip: str) -> socket.socket:
 
 
 class BatchSocket:
-    """Non-blocking socket bound to ``ip`` and ``port`` (0: any).
-
-    The buffer sizes are the kernel's. ``offload``: runs can arrive joined.
+    """Non-blocking socket bound to ``ip`` and ``port`` (0: any). Buffer sizes are the kernel's. ``offload``: runs can
+    arrive joined.
 
     Raises:
         OSError: the address cannot be bound.
@@ -139,7 +138,7 @@ class BatchSocket:
     def receive_awaited(
         self, awaited: dict[int, native.Landing], calls: int, patience_us: int
     ) -> tuple[list[native.Tally], list[native.Run]]:
-        """Receive, and place awaited answers. Return tallies, and other runs, valid until the next call."""
+        """Receive; place awaited answers. Return tallies, and other runs, valid until the next call."""
         try:
             return native.recv_runs(self.fileno(), _scratch(self._slots), self._slots, calls, patience_us, awaited)
         except OSError:
@@ -188,8 +187,8 @@ class BatchSocket:
         return [(view[at : at + size], segment) for at, size, segment in runs]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
-        """Send as much as the kernel takes. Return the rest, for when the socket is writable. What the network refuses
-        is counted and lost.
+        """Send what the kernel takes. Return the rest, to send when writable. What the network refuses is counted and
+        lost.
         """
         host, port = endpoint
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
@@ -255,7 +254,7 @@ def source_towards(ip: str) -> str | None:
 
 
 def source_address(ips: Iterable[str]) -> str | None:
-    """Return the narrowest address by which all of ``ips`` can reach a client; None without a route."""
+    """Return the narrowest address by which all ``ips`` can reach a client; None without a route."""
     sources = {source for ip in ips if (source := source_towards(ip)) is not None}
     outward = sorted(source for source in sources if not ipaddress.ip_address(source).is_loopback)
     if len(outward) > 1:

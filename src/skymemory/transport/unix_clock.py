@@ -3,8 +3,8 @@
 ``now_s`` never runs backwards and counts suspends, unlike ``CLOCK_MONOTONIC``. ``CLOCK_BOOTTIME`` may miss the pause of
 a virtual machine; the wall clock is then set forward.
 
-No computer knows if a wall clock was set rightly, and the constellation uses the time from its start. So ``now_s``
-continues unchanged; a process may follow ``wall_shift_s``, but only forward.
+No computer knows if a wall clock was set rightly, and the constellation uses its start's time. So ``now_s`` continues
+unchanged; a process may follow ``wall_shift_s``, but only forward.
 """
 
 from __future__ import annotations

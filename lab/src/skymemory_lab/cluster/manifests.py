@@ -1,6 +1,6 @@
 """Kubernetes manifests of a described cluster. Pure.
 
-Instances are StatefulSets because the router addresses each by its name.
+Instances are StatefulSets: the router addresses each by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def manifests(description: ClusterDescription) -> list[Manifest]:
     """Return all objects in order of dependency.
 
     Raises:
-        InvalidInput: a store of one computer, or an image that is not named.
+        InvalidInput: a store of one computer, or a missing image.
     """
     store = _store(description)
     objects: list[Manifest] = []

@@ -1,8 +1,8 @@
 """Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node.
 
-Each instance has an actor, a ``Keeper``, which restarts a process that ended. Ray restarts a keeper whose node or
-worker was lost, on any node; the router reads the new address from its settings file. Keepers are not detached: they
-end with the supervisor.
+Each instance has an actor, a ``Keeper``, which restarts an ended process. If its node or worker is lost, Ray restarts
+the keeper on any node; the router reads the new address from its settings file. Keepers are not detached: they end with
+the supervisor.
 """
 
 from __future__ import annotations
@@ -93,8 +93,6 @@ class SharedStore:
 
 
 class Keeper:
-    """Ray actor that runs an instance on its node."""
-
     def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
         import ray
 

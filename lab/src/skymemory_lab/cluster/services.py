@@ -42,7 +42,7 @@ def services(
 ) -> list[Service]:
     """Return the cluster's processes, in start order.
 
-    ``store`` is the address for engines, ``socket`` the path of a store that is started.
+    ``store`` is the address for engines, ``socket`` a started store's path.
     """
     ports = iter(free_ports)
     planned: list[Service] = []

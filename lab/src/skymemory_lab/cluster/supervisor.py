@@ -1,8 +1,8 @@
 """Supervisor of a cluster's services as processes of this computer.
 
-Until all services have been healthy at once, a service that ends fails the start; after that it is restarted, with
-growing pauses. This project's services end with the supervisor, however it ends, because their standard input is
-closed; other services have a guard process.
+Until all services have been healthy at once, a service that ends fails the start; later it is restarted, with growing
+pauses. Services end with the supervisor, however it ends: this project's by their closed standard input, others by a
+guard process.
 """
 
 from __future__ import annotations

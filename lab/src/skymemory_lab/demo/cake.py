@@ -84,7 +84,7 @@ class CakeRuns:
         self._steps: SpeedEstimate | None = None
 
     def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> PromptRun:
-        """Process the first ``tokens`` of the prompt, and a few more, up to their first new token."""
+        """Process the first ``tokens`` of the prompt, and a few more, up to the first new token."""
         # The limited link still owes bytes of the previous run, which would slow this run down.
         time.sleep(self.link.backlog_s)
         self.link.bytes_per_s = bytes_per_s
@@ -171,7 +171,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
 
 
 def _probe(runs: CakeRuns) -> float:
-    """Return the mean of many short prompts, because other programs disturb single runs."""
+    """Return the mean of many short prompts: other programs disturb single runs."""
     runs.run(PROBE_TOKENS, "compute", _UNLIMITED)  # this run also selects kernels
     started_s, count = time.perf_counter(), 0
     while time.perf_counter() - started_s < _PROBE_S:
@@ -183,10 +183,10 @@ def _probe(runs: CakeRuns) -> float:
 def plan_runs(
     probe_s: float, left_s: float, *, quick: bool, tokens: int | None = None
 ) -> tuple[int, tuple[float, ...], float]:
-    """Return the prompt's tokens, the link rates, and the seconds of all runs. ``probe_s`` computes ``PROBE_TOKENS``.
+    """Return the prompt's tokens, the link rates, and all runs' seconds. ``probe_s`` computes ``PROBE_TOKENS``.
 
-    The prompt is the longest with which all rates fit into ``left_s``; if none does, the slowest rates but 1 are left
-    out.
+    The prompt is the longest with which all rates fit into ``left_s``; if none does, the slowest rates but 1 are
+    dropped.
     """
     if tokens is not None:
         tokens = tokens // STEP_TOKENS * STEP_TOKENS
@@ -222,7 +222,7 @@ def _link(ratio: float) -> str:
 
 
 class LinkRuns:
-    """Link rates whose runs end within the promised time, as far as those before let expect."""
+    """Link rates whose runs should end within the promised time, by those before."""
 
     def __init__(
         self, ratios: Sequence[float], estimate: Estimate, bars: Bars, progress: Progress, promised_s: float | None

@@ -173,7 +173,6 @@ _FRAME_WORDS = (0, 1, 3)
 
 
 def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float, width: int) -> list[str]:
-    """Return the lines of the moment."""
     title = f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests arrived"
     rows = [_row(name, moment) for name, moment in zip(names, moments, strict=True)]
     return [*wrapped(title, width), *Table(_HEAD, rows, _FRAME_WORDS).lines(width)]

@@ -40,7 +40,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 def random_model(folder: Path, progress: Progress, *, windows: bool = False) -> Path:
-    """Make a model of 280 million parameters, whose prefill takes seconds on two cores.
+    """Make a model of 280 million parameters: a prefill takes seconds on two cores.
 
     With ``windows``, five of six layers have a sliding window of 512 tokens.
     """
@@ -96,7 +96,7 @@ def constellation(folder: Path) -> Iterator[None]:
 def _process(
     command: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in its own group, ended with all that it started, also when this process is killed.
+    """Run a process in its own group, ended with its children, also when this process is killed.
 
     `skymemory` commands notice that by their standard input, others by a guard.
     """

@@ -93,7 +93,7 @@ class TimedRun:
 
     @contextmanager
     def part(self, words: str, *names: str) -> Iterator[Wait]:
-        """Show the parts ``names`` as one wait; the block reports their seconds if there are several."""
+        """Show ``names`` as one wait; the block reports the seconds of several parts."""
         expected_s = sum(self.estimate.seconds_of(name) for name in names)
         with self.progress.wait(words, expected_s) as wait:
             yield wait

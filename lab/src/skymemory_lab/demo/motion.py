@@ -100,7 +100,6 @@ class ReaderThread(threading.Thread):
             self.join()
 
     def read(self, key: bytes) -> bool:
-        """Return True if the value is read with the right bytes."""
         tally, value = self.tally, self._values[key]
         started_s = time.perf_counter()
         ticket = self._store.prepare_load([key])
@@ -233,7 +232,7 @@ class MotionReport:
 
     @property
     def is_sound(self) -> bool:
-        """True if no byte was wrong, and at the end all satellites answer and all values are readable."""
+        """True if no byte was wrong, and finally all satellites answer and all values are readable."""
         is_complete = self.readable_at_end == self.values and self.satellites_at_end == self.satellites
         return self.wrong == 0 and all(report.right > 0 for report in self.reads) and is_complete
 
@@ -552,7 +551,7 @@ def _random_values(seed: int, copies: int, size_bytes: int) -> dict[bytes, bytes
 
 
 def run_motion(args: argparse.Namespace) -> int:
-    """Run the demo. Return 0 if no byte was wrong and everything is readable at the end."""
+    """Run the demo. Return 0 if the report ``is_sound``."""
     if not LEAST_SECONDS <= args.seconds <= MOST_SECONDS:
         raise InvalidInput(f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     if not 0 < args.speed <= 2000:

@@ -12,7 +12,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the cores that this process may use."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = _words(cgroup / "cpu.max") or [
         *_words(cgroup / "cpu/cpu.cfs_quota_us"),
@@ -55,7 +54,7 @@ _REFERENCE_LOOP_S = 0.03
 
 
 def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the time of plain Python now, relative to the reference computer.
+    """Return the time of plain Python relative to the reference computer.
 
     The least of several loops: a program that runs for a moment slows nothing. ``time.thread_time`` as ``clock``
     ignores other processes.

@@ -43,8 +43,7 @@ from skymemory_lab.sim.workload import WORKLOADS, generate, render_text
 #    engines' own counters.
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
-"""Rounds, and requests per round. The second round reverses the strategies, so a drift of the load affects all equally.
-"""
+"""Rounds, and requests per round. The second reverses the strategies, so a drift affects all equally."""
 CACHE_SHARE = 1 / 3
 BLOCK_TOKENS = 16
 CHARACTERS_PER_BLOCK = 96
@@ -99,12 +98,12 @@ class Speed:
     request_s: float
 
     def span_s(self, load: OfferedLoad) -> float:
-        """Return the time in which to send a load, so that queues form but do not grow without end."""
+        """Return the time in which to send ``load``, so that queues form but do not grow forever."""
         return (load.tokens / self.tokens_per_s + len(load.asked) * self.request_s) / OFFERED
 
 
 def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> OfferedLoad:
-    """Return requests with the statistics of ``workload``. Equal arguments give equal requests."""
+    """Return requests with ``workload``'s statistics, equal for equal arguments."""
     kind = WORKLOADS[workload]
     span_s = requests * TRACE_S_PER_REQUEST
     rate = kind.conversations_per_s
@@ -155,7 +154,6 @@ async def replay(
 
 
 def error_of(answer: ReplayOutcome) -> str:
-    """Return the reason that an answer does not count, or an empty string."""
     if answer.status is not ResponseStatus.COMPLETED:
         return answer.error or str(answer.status)
     is_complete = (
@@ -212,7 +210,7 @@ class Stage:
         return Speed(tokens / seconds, short_s / (_PROBES * len(self.urls)))
 
     async def run(self, row: RouteRow, words: Sequence[str], load: OfferedLoad, span_s: float) -> None:
-        """Send a round's requests through a router, with empty caches."""
+        """Send a round's requests, with empty caches."""
         await clear_caches(self.client, self.urls)
         before = [now - served for now, served in zip(await self._counts(), row.served, strict=True)]
         async with service("the router", 1, *words) as (router,):

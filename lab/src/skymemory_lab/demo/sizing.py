@@ -1,7 +1,7 @@
 """Choice of the size of ``skymemory demo`` from measured speeds.
 
-If the paper's size takes too long, first generated tokens are cut, because they only repeat what a single token shows,
-then layers, then the prompt.
+If the paper's size takes too long, generated tokens are cut first, as a single token shows the same, then layers, then
+the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skymemory_lab.demo.estimate import EstimatedPart
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
 PLANNED_SHARE = 0.8
-"""Share of the promised time, because other programs may start meanwhile."""
+"""Share of the promised time: other programs may start meanwhile."""
 PROBED_TOKENS = 512
 DTYPES = {"bfloat16": 2, "float32": 4}
 _WORTH_LEAVING_16_BIT = 0.67
@@ -29,7 +29,7 @@ CODECS = ("raw", "quanto8", "hqq8")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model that determine its time. Parameters are of a layer, and of the output layer."""
+    """Sizes that determine a model's time. Parameters are of a layer, and of the output layer."""
 
     layers: int
     layer_parameters: int
@@ -110,7 +110,7 @@ def sizes(shape: ModelSizes, *, quick: bool) -> Iterator[Size]:
 
 def choose(speeds: ComputerSpeeds, options: Sequence[Size], left_s: float) -> tuple[Size, bool]:
     """Return the first option that takes at most ``left_s``, in its better data type, and True; else the quickest that
-    fits into memory, and False.
+    fits memory, and False.
     """
     for option in options:
         size = _in_best_dtype(speeds, option)
@@ -192,7 +192,7 @@ def parts(speeds: ComputerSpeeds, size: Size) -> list[EstimatedPart]:
 
 
 def reasons(speeds: ComputerSpeeds, size: Size, *, quick: bool, promised_s: float) -> list[str]:
-    """Return lines for the table's caption: the size and its reason."""
+    """Return the lines of the table's caption: the size and its reason."""
     shape = size.shape
     name = shape.name or f"TinyLlama-1.1B's shape, {_layers(shape.layers)}"
     lines = [f"{name}, {size.tokens} tokens of prompt, {size.new_tokens} generated, {size.dtype}"]

@@ -1,4 +1,4 @@
-"""Measurement of this computer's speed. It takes one or two seconds and imports torch."""
+"""Measurement of this computer's speed, in one or two seconds; imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements of ``skymemory demo``. The module imports torch, which takes seconds."""
+"""Measurements of ``skymemory demo``. Importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Table3:
         self._say = run.progress.say
 
     def check_identity(self, document: str) -> bool:
-        """Check that the small trained model gives the same greedy tokens with and without the cache."""
+        """Check that the small model gives the same greedy tokens with and without the cache."""
         with self._run.part("the identity check: a small trained model with and without the cache", "identity"):
             ready = ready_model("small", dtype="float32")
             model, tokenizer = ready.model, ready.tokenizer

@@ -1,7 +1,7 @@
 """`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation.
 
-The first computes a document's KV and is stopped. The second loads it. Requests are made by the openai client in vLLM's
-environment.
+The first computes a document's KV and is stopped; the second loads it. The openai client in vLLM's environment makes
+the requests.
 """
 
 from __future__ import annotations

@@ -35,10 +35,7 @@ class OpenPrompt:
 
 
 class PrefixCaches:
-    """Prefix cache of all salts; used only in the engine's thread.
-
-    A budget smaller than a block caches nothing.
-    """
+    """Prefix cache of all salts; used only in the engine's thread. A budget below a block caches nothing."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class PrefixCaches:
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
         self._windowed: set[BlockHash] = set()
-        """Cached blocks of layers with a window."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         # The size of a stored value (header and all layers), not of the tensors.
@@ -90,7 +86,7 @@ class PrefixCaches:
         return prompt
 
     def keep(self, prompt: OpenPrompt) -> list[list[BlockHash]]:
-        """Store the full blocks; return their hashes for each part of the model, empty if nothing can be stored."""
+        """Store the full blocks; return their hashes by part, empty if nothing can be stored."""
         ids = prompt.cache.tokens()
         if ids is None or not self.capacity_blocks or len(ids) < self.block_tokens:
             return []
@@ -102,7 +98,7 @@ class PrefixCaches:
         return chains
 
     def find_cached_blocks(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
-        """Return the hashes of the prompt's full blocks for each part, and the number of cached leading blocks."""
+        """Return the full blocks' hashes for each part, and the number of cached leading blocks."""
         manager = self._manager(salt)
         return manager.parts.hashes(ids), manager.blocks.prefix(manager.blocks.hashes(ids))
 
@@ -114,9 +110,7 @@ class PrefixCaches:
         first: int,
         values: Sequence[Sequence[bytes | None]],
     ) -> int:
-        """Store another engine's values, from block ``first`` on, for each part; return the leading blocks now
-        cached.
-        """
+        """Store another engine's values from block ``first`` on, by part; return the leading blocks now cached."""
         blocks = range(first, first + len(values[0]))
         present = self._store.lookup(chains[0][blocks.start : blocks.stop])
         missing = [index for index, status in zip(blocks, present, strict=True) if status is not Presence.HIT]

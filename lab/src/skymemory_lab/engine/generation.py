@@ -198,7 +198,7 @@ _REPLACEMENT = "�"
 
 
 class TextStream:
-    """Incremental detokenizer. Text is held back while it may be part of a character or of a stop string."""
+    """Incremental detokenizer; holds back text that may be part of a character or stop string."""
 
     def __init__(
         self,
@@ -233,7 +233,6 @@ class TextStream:
         return self._released(self._held + after[len(before_text) :], is_final=False)
 
     def finish(self) -> str:
-        """Return the text held back."""
         if self.stopped_by:
             return ""
         text = self._decode(len(self._ids))[len(self._decode(self._read)) :]

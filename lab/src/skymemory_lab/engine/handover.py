@@ -75,7 +75,7 @@ class BlockSaver:
     """Writer of the prefix cache's blocks to a store, in its own thread."""
 
     def __init__(self, store: Store, cache: MemoryStore, value_bytes: int, metrics: PublishedMetrics) -> None:
-        """Create the saver. ``value_bytes``: a block's size over all parts."""
+        """``value_bytes``: a block's size over all parts."""
         self._store = store
         self._cache = cache
         self._at_once = max(1, _BATCH_BYTES // value_bytes)
@@ -174,7 +174,7 @@ class BlockFetcher:
     def __init__(
         self, store: Store, engine: EngineTurns, caches: PrefixCaches, metrics: PublishedMetrics, wait_s: float
     ) -> None:
-        """Create the fetcher. ``wait_s``: time limit for the next block."""
+        """``wait_s``: time limit for the next block."""
         self._store = store
         self._engine = engine
         self._caches = caches
@@ -185,7 +185,7 @@ class BlockFetcher:
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="block fetcher")
 
     async def load_blocks(self, generation: Generation) -> None:
-        """Load the stored blocks; if another engine prefills, until no block arrives in time."""
+        """Load the stored blocks; if another engine prefills, until a block is late."""
         caches, remote = self._caches, generation.remote_prefill
         chains, at = await asyncio.wrap_future(
             self._engine.call(lambda: caches.find_cached_blocks(generation.salt, generation.ids))
@@ -244,7 +244,7 @@ class BlockFetcher:
         return admitted or None
 
     def _load(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
-        """Return the values; damaged values are deleted and None."""
+        """Return the values; damaged values are deleted, and None here."""
         ticket = self._store.prepare_load(keys)
         try:
             values = self._store.complete_load(ticket)

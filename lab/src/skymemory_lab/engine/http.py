@@ -38,7 +38,7 @@ MOST_BODY_BYTES = 8 << 20
 _MAX_WORDS = 300
 JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
-"""Size above which a body is parsed in a thread, so as not to delay streams."""
+"""Size above which a body is parsed in a thread, not to delay streams."""
 _LOG = logging.getLogger(__name__)
 _NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
@@ -59,10 +59,8 @@ class OpenAIServer:
         fetcher: BlockFetcher | None = None,
         wait_s: float = 0.0,
     ) -> None:
-        """Create the server.
-
-        ``event_sources``: endpoints of the KV events by rank, with vLLM's names. ``wait_s``: time limit for a prefill's
-        blocks to be stored.
+        """``event_sources``: endpoints of the KV events by rank, with vLLM's names. ``wait_s``: time limit for a
+        prefill's blocks to be stored.
         """
         self._fetcher = fetcher
         self._block_tokens = engine.block_tokens

@@ -119,7 +119,7 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
 }
-"""Unsupported fields that would change the answer, with the accepted values that have no effect.
+"""Unsupported fields that would change the answer, with the accepted values (no effect).
 
 All other unsupported fields are ignored.
 """
@@ -156,7 +156,7 @@ class RequestReader:
         saves: bool = False,
         loads: bool = False,
     ) -> None:
-        """Create the reader. ``saves``, ``loads``: blocks for others, or theirs."""
+        """``saves``, ``loads``: blocks for others, or theirs."""
         self._saves = saves
         self._loads = loads
         self.model = model

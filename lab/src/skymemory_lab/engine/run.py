@@ -261,7 +261,7 @@ def _context(ready: ReadyModel, context_tokens: int | None) -> int:
 
 
 def _warm(ready: ReadyModel, context_tokens: int) -> None:
-    """Run a prefill, because the first is slow."""
+    """Run a prefill: the first is slow."""
     ids = torch.zeros((1, min(PREFILL_TOKENS, context_tokens)), dtype=torch.long, device=ready.model.device)
     with torch.inference_mode():
         ready.model(input_ids=ids)
@@ -274,8 +274,7 @@ def _warm(ready: ReadyModel, context_tokens: int) -> None:
 
 
 def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]) -> None:
-    """Run ``count`` engines, at consecutive ports if ``settings`` has a port; they end with this process, however it
-    ends.
+    """Run ``count`` engines, at consecutive ports if ``settings`` has a port, until this process ends in any way.
 
     Raises:
         InvalidInput: an address cannot be bound, or all engines would share a KV event endpoint.

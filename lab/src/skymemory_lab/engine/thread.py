@@ -150,7 +150,6 @@ class EngineThread:
             self._change.notify()
 
     def clear_cache(self) -> Future[int]:
-        """Delete all cached blocks; return a future of their number."""
         return self.call(self._caches.clear)
 
     def call(self, act: Callable[[], T]) -> Future[T]:

@@ -19,7 +19,7 @@ from skymemory_lab.replay.report import REFUSALS, ReplayOutcome, ResponseStatus
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
-"""Optional fields, most first: some servers refuse fields that are not OpenAI's."""
+"""Optional fields, most first: some servers refuse fields unknown to OpenAI."""
 _AFTER_DONE_S = 1.0
 """Time to read on after ``[DONE]``, so that the connection can be reused."""
 _WORDS_OF_ERROR = 300
@@ -113,7 +113,6 @@ class Client:
             )
 
     async def probe(self, prompt: Prompt, output_tokens: int, clock: Clock) -> ReplayOutcome:
-        """Send a request outside of any schedule."""
         outcomes: list[ReplayOutcome] = []
         wanted = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         request = PlannedRequest(0, clock(), (), wanted, output_tokens)

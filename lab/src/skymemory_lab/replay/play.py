@@ -56,7 +56,7 @@ class OpenLoopPlayer:
         return time.perf_counter() - self._began_s
 
     async def play(self) -> None:
-        """Send all requests and wait for their answers or, if cancelled, their end."""
+        """Send all requests; wait for their answers or, if cancelled, their end."""
         self._make_one()
         self._began_s = time.perf_counter() + _SPARE_S
         watch = asyncio.create_task(self._watch())
@@ -169,7 +169,7 @@ async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tu
 async def calibrate(
     client: Client, words: Sequence[str], seed: int, context_tokens: int | None, clock: Clock
 ) -> tuple[TokensPerWord, tuple[str, ...]]:
-    """Measure how the endpoint counts ``words``.
+    """Measure the endpoint's tokens per word.
 
     Raises:
         SkyMemoryError: the endpoint does not answer, or reports no usage.

@@ -1,6 +1,6 @@
 """The load plan and its prompts: equal block ids give equal text in the same place.
 
-A block begins with its number in words, so that even short blocks are distinct; its other words are random.
+A block begins with its number in words, so that short blocks differ too; its other words are random.
 """
 
 from __future__ import annotations
@@ -174,7 +174,6 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return about ``count`` pieces for ``ids``."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)

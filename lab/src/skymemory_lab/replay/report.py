@@ -171,7 +171,7 @@ class ReplayReport:
 
     @property
     def client_kept_up(self) -> bool:
-        """True if the client's own delays are negligible: at p99 10 ms, or a tenth of ``quick_ttft_s``.
+        """True if the client's delays are negligible: at p99 10 ms, or a tenth of ``quick_ttft_s``.
 
         Past saturation, the median TTFT is mostly queueing and would excuse any client.
         """
@@ -205,7 +205,7 @@ def report_of(
     wanted_in_tokens: bool = True,
     seconds: float | None = None,
 ) -> ReplayReport:
-    """Build the report of a replay.
+    """Build the report.
 
     Args:
         planned_count: requests planned; ``outcomes`` are of the requests sent.

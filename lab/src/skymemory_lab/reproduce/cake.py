@@ -75,7 +75,7 @@ def load_with_cake(
     max_in_flight_bytes: int = 1,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
-    """Run our loader for a prompt; by default with a single fetch at a time, as in the paper."""
+    """Run our loader for a prompt; by default with one fetch at a time, as in the paper."""
     chunks = prompt_chunks(tokens, chunk_tokens, PAPER_TOKEN_BYTES / CODECS[codec])
     return simulate_load(
         chunks,
@@ -144,7 +144,7 @@ class Headline:
     paper: float
     ours: float
     kind: Kind = "ours"
-    """Origin of ours; ``fitted``: the GPU's model is fitted to the value, so agreement says little."""
+    """Origin of ours; ``fitted``: the GPU's model is fitted to it, so agreement says little."""
     note: str = ""
 
     @property
@@ -255,7 +255,7 @@ def figure_3() -> Reproduction:
 
 
 def figure_5() -> Reproduction:
-    """Return whole GPUs: 32k tokens at three rates, and 2k to 32k tokens at 10000 Mbit/s."""
+    """Return results of whole GPUs: 32k tokens at three rates, 2k to 32k tokens at 10000 Mbit/s."""
     rows: list[tuple[object, ...]] = []
     runs: dict[tuple[str, int], CakeRun] = {}
     for gpu in GPUS:
@@ -387,7 +387,7 @@ def figure_6() -> Reproduction:
 def figure_8(seed: int = 0) -> Reproduction:
     """Return 9k and 14k tokens on a share of an A100, and averages over 20 prompts of 5k to 16k tokens.
 
-    The paper does not state the settings of its averages; ours: all rates, and 10, 50 and 90 %.
+    The paper does not state the averages' settings; ours: all rates, and 10, 50 and 90 %.
     """
     # Seeded, so that the printed averages are the same on every computer.
     draw = random.Random(seed)

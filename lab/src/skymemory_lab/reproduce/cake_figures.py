@@ -271,7 +271,7 @@ def _computed(number: int) -> Exhibit:
 
 
 def _later(number: int) -> Exhibit:
-    """Return an exhibit that is computed when it is drawn."""
+    """Return an exhibit computed when drawn."""
     return Exhibit(
         f"cake-{number:02d}",
         f"Figure {number}. {TITLES[number]}",

@@ -1,7 +1,7 @@
 """The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-Each server answers after the one-way delay plus the processing of its chunks; the slowest counts. The settings are
-those of the authors' published script, not of their table 2 (2..21 MB, 160..2000 km).
+Each server answers after the one-way delay plus the processing of its chunks; the slowest counts. Settings are from the
+authors' published script, not their table 2 (2..21 MB, 160..2000 km).
 """
 
 from __future__ import annotations

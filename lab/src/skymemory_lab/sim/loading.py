@@ -198,8 +198,8 @@ class PrefillModel:
     A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
     earlier tokens (Cake, figure 3).
 
-    The Cake paper prints only savings, from which both coefficients follow (``fit_whole_gpu``). A shared GPU needs its
-    own fit: other requests fill the batch, so a step takes the same time at any share.
+    Both coefficients follow from the savings in the Cake paper (``fit_whole_gpu``). A shared GPU needs its own fit:
+    other requests fill the batch, so a step takes the same time at any share.
     """
 
     name: str
@@ -224,7 +224,7 @@ class PrefillModel:
 
 
 def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> PrefillModel:
-    """Fit the model in which Cake saves these shares against computing and loading alone: 32k tokens at 10000 Mbit/s.
+    """Fit the model in which Cake saves these shares of computing and loading alone: 32k tokens at 10000 Mbit/s.
 
     Raises:
         InvalidInput: no such model fits the shares.
@@ -322,7 +322,7 @@ def leo_trace(
     *,
     budget: LinkBudget | None = None,
 ) -> LinkTrace:
-    """Return the link to the highest satellite, chosen at every multiple of 15 s, with an outage at each handover.
+    """Return the link to the highest satellite, chosen at each multiple of 15 s, with an outage at each handover.
 
     Below the mask there is an outage until the next choice. ``start_s``, since the epoch, is time 0 of the trace. The
     latency is that of the start.

@@ -1,7 +1,7 @@
 """The routing simulator: a trace through the production picker and strategies to simulated servers.
 
-A server prefills one request at a time, in order of arrival; hits are determined when a prefill starts. Decoding does
-not slow prefills down (Mooncake's separate decoders).
+A server prefills one request at a time, by arrival; its start determines the hits. Decoding does not slow prefills down
+(Mooncake's separate decoders).
 
 The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events after
 ``event_delay_s``, first bytes and ends at once.
@@ -53,7 +53,7 @@ class RoutingSetup:
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
-    """Share of answers that are not streamed."""
+    """Share of answers not streamed."""
     seed: int = 0
     """Seed of ties and of the choice of streamed answers."""
 
@@ -107,7 +107,7 @@ def simulate(
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
 ) -> list[RoutedOutcome]:
-    """Return the results of ``requests``, which are in order of arrival.
+    """Return the results of ``requests``, sorted by arrival.
 
     Raises:
         InvalidInput: arrivals out of order.
@@ -238,7 +238,7 @@ class _Simulation:
 def as_routed(request: TraceRequest) -> Request:
     """Return the request as a router reads it: the tokens of a block are its id, repeated.
 
-    The head has eight bytes per block, so hashes of it distinguish prompts after the block that all share.
+    The head has eight bytes per block, so its hashes distinguish prompts after the block that all share.
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize

@@ -46,7 +46,7 @@ def sweep(
         InvalidInput: unknown way, or no jobs.
         MissingExtra: Ray is not installed.
         SkyMemoryError: worker processes are killed, or there is no Ray cluster at RAY_ADDRESS.
-        Exception: the first error of ``run``; cells that have not started are cancelled.
+        Exception: the first error of ``run``; waiting cells are cancelled.
     """
     if way not in WAYS:
         raise InvalidInput(f"way {way!r}: expected one of {', '.join(WAYS)}")
@@ -97,7 +97,7 @@ _is_interrupted = False
 def _run_in_worker(run: Callable[[Cell], Answer], cell: Cell) -> Answer:
     """Run the cell with SIGINT as an error of its own.
 
-    Elsewhere it would print a traceback, or leave half an answer in the pipe, for which the parent would wait forever.
+    Else it would print a traceback, or leave half an answer in the pipe, and the parent waiting forever.
     """
     global _is_interrupted
     try:

@@ -4,7 +4,7 @@ A line is a JSON object: ``timestamp`` (ms, never falling), ``input_length`` and
 ``hash_ids`` (a number per 512 tokens; equal numbers mean equal prefixes). The last number usually belongs to a partial
 block, which engines do not cache but published tables count.
 
-``session`` is inferred: that of the deepest known block after the first, which all requests share.
+``session`` is inferred: by the deepest known block after the first, which all share.
 """
 
 from __future__ import annotations

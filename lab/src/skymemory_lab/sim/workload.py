@@ -3,11 +3,11 @@
 A conversation starts with its tenant's system prompt, sometimes a shared document, then its own text. Each further turn
 adds the answer and a new message.
 
-``CONVERSATIONS`` has the statistics of Mooncake's conversation trace. ``TENANTS`` has many system prompts with changing
+``CONVERSATIONS`` has the statistics of Mooncake's conversation trace, ``TENANTS`` many system prompts of changing
 popularity, ``AGENTS`` long instructions and short calls.
 
-``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2), which gives no spread of lengths: here
-they are log-normal, for the simulated prompts constant.
+``OpenLoop`` has the workloads of Mooncake's end-to-end experiments. Their table 2 gives no spread of lengths: here they
+are log-normal, but constant for the simulated prompts.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
 
 
 class RequestSource(Protocol):
-    """A short description of requests, which sweeps send to processes instead of the requests."""
+    """Short description of requests, which sweeps send to processes instead."""
 
     @property
     def name(self) -> str: ...

@@ -1,6 +1,6 @@
 """A scenario as an HTML page without network access.
 
-The page computes positions itself and shows their difference from Python's.
+The page computes positions and shows their difference from Python's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A scenario as CZML, the format that Cesium plays.
 
-Positions are Earth-fixed: Cesium's inertial frame is ICRF, from which precession since 2000 is 42 km in orbit. A large
-or long scenario has only satellites that are ever in the box or carry a beam.
+Positions are Earth-fixed: precession since 2000 moves orbits 42 km in Cesium's inertial frame (ICRF). A large or long
+scenario has only satellites that are ever in the box or carry a beam.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Timeline:
 
 
 def timeline_of(scenario: Scenario) -> Timeline:
-    """Return the timeline, sampled every second, or 2000 times.
+    """Sample every second, or 2000 times.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit.
@@ -180,7 +180,7 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
 def _by_pair(
     spells: Iterable[Spell], torus: Torus | None = None
 ) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
-    """Return the merged times of each satellite's beam, or with a torus, of two neighbours in the box."""
+    """Return the merged times of satellites' beams, or with a torus, of two neighbours in the box."""
     times_by_pair: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
     for spell in spells:
         inside = set(spell.satellites)

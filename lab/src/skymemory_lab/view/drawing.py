@@ -99,7 +99,7 @@ def drawing_path(path: Path) -> Path:
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
-    """Write the figure in the format of its suffix, without dates, so files are deterministic."""
+    """Write the figure in its suffix's format, without dates, so files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A figure or table of a document, with its numbers."""
+    """Figure or table of a document, with its numbers."""
 
     stem: str
     title: str
@@ -171,7 +171,6 @@ ROW_IN = 0.235
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
-    """Draw a table in the style of journals."""
     heads = heads or numbers.header
     lines = 1 + max(head.count("\n") for head in heads)
     rows = len(numbers.rows)

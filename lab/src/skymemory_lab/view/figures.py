@@ -429,7 +429,7 @@ DISCLOSURE: dict[str, Exhibit] = {
     ),
     "d-n": Exhibit("disclosure-d-n", "D_N(t) over an orbit", draw_lengths_over_an_orbit, _lengths_over_an_orbit),
 }
-"""The disclosure's own exhibits. Its figures 1 to 9 are 1 to 11 of the paper."""
+"""The disclosure's own exhibits; its figures 1 to 9 are the paper's 1 to 11."""
 
 
 def check_figure(number: int) -> None:

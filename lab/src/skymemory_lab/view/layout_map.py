@@ -1,4 +1,4 @@
-"""Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
+"""Text maps of a torus: placements like the paper's figures 4 to 8, and frames in motion.
 
 Planes are rows, north at the top. Satellites fly east. Numbers are 1-based.
 """
@@ -48,7 +48,7 @@ class LayoutMap:
         return self.placement.server_at(satellite, (0, 0), self.now_moves)
 
     def in_box(self, satellite: SatelliteId) -> bool:
-        """Return True if the satellite is in the box overhead; with ``hop`` that is its servers alone."""
+        """Return True if in the box overhead; with ``hop`` that is its servers alone."""
         if self.placement.strategy == "hop":
             return self.server(satellite) is not None
         centre = self.placement.centre_of((0, 0), self.now_moves)
@@ -89,7 +89,7 @@ def paper_map(figure: int) -> LayoutMap:
 
 
 def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
-    """Return the map of a placement: a whole small torus, else the box and its surroundings."""
+    """Return the map of a whole small torus, else of the box and its surroundings."""
     torus, box = placement.torus, placement.box
     if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
         return LayoutMap(placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane)))
@@ -123,7 +123,6 @@ def title(layout: LayoutMap) -> str:
 
 
 def render(layout: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
-    """Return the map as text, at most ``columns`` wide."""
     torus = layout.placement.torus
     # Wide enough for the largest number in parentheses, and a space if there is room.
     width = max(len(str(max(torus.slots_per_plane, layout.placement.servers))), 2) + 3

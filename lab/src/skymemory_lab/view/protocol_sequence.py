@@ -78,7 +78,7 @@ class Recording:
 
 
 class _RecordedConstellation(SimulatedConstellation):
-    """A simulated constellation that records each datagram when sent, and at every hop."""
+    """Constellation that records each datagram when sent and at every hop."""
 
     def __init__(self, sky: SkyMap, clock: MoveClock) -> None:
         self.sent: list[SentDatagram] = []

@@ -1,4 +1,4 @@
-"""Cake for an engine: cuts a prompt into chunks, and loads and computes it from both ends.
+"""Cake for an engine: cuts a prompt into chunks, loaded and computed from both ends.
 
 ``Cake.open`` returns a ``CakeLoad``; the engine computes the steps of its session and calls ``finish``.
 """
@@ -363,7 +363,7 @@ class StoredChunks:
             self._late.add(index)
 
     def close(self) -> None:
-        """Place nothing from now on: a hanging fetch must not keep the engine's memory alive."""
+        """Place nothing more: a hanging fetch must not keep the engine's memory alive."""
         self._sinks = None
 
     def failures(self) -> dict[Miss, int]:

@@ -9,7 +9,7 @@ _FULL = 0.75  # of its budget: a step with less measures the minimum cost of a s
 _ASSUMED_LEAST = {None: 0.5, True: 1.0, False: 0.0}
 
 _OPTIMISM = 0.98
-"""Factor per prompt on an unused side's time. Otherwise a bad measurement would last, as that side is not measured."""
+"""Factor per prompt on an unused side's time: not measured, it would keep a bad measurement."""
 
 
 class SpeedEstimate:
@@ -27,8 +27,8 @@ class SpeedEstimate:
         self._unstepped = self._unloaded = 0  # prompts since a full step, or a load, was measured
 
     def fade(self, samples: float) -> None:
-        """Limit the weight of all measurements. Called between prompts, so that a changed link or machine shows within
-        a few chunks.
+        """Limit the weight of all measurements, between prompts, so that a changed link or machine shows within a few
+        chunks.
         """
         self._unstepped += 1
         self._unloaded += 1
@@ -115,9 +115,7 @@ class SpeedEstimate:
         return None if line is None else max(line[0] + line[1] * position, 0.0)
 
     def part(self, filled: float) -> float:
-        """Return the cost of a partial step, as a share of a full step: 1 if other requests fill it, ``filled`` if none
-        do.
-        """
+        """Return a partial step's cost as a share of a full step: 1 if others fill it, ``filled`` if none do."""
         weight, total = self._least.get(self._others_fill, (0.0, 0.0))
         least = total / weight if weight else _ASSUMED_LEAST[self._others_fill]
         return least + (1 - least) * filled

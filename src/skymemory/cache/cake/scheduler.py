@@ -11,7 +11,7 @@ The caller reports events, then asks ``poll`` what to do. The paper's steps:
 6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
 
 Extensions: a step fills its budget over several small chunks; a chunk goes to the side expected to have it sooner
-(``SpeedEstimate``); a late load is waited for at most as long as computing takes.
+(``SpeedEstimate``); a late load is waited for no longer than computing takes.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ class BidirectionalLoader:
 
 
 class PromptWork:
-    """Prefix sums over chunks: the cost of any run in constant time."""
+    """Prefix sums over chunks: any run's cost in constant time."""
 
     def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
         missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
@@ -451,9 +451,7 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch is expected to take as long
-        again.
-        """
+        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch takes as long again."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None

@@ -1,8 +1,8 @@
 """Threads of Cake's scheduler: the engine's thread takes steps, worker threads fetch and place chunks.
 
-The scheduler is called under one lock. A chunk's memory is written by one side at a time: its load waits for the end of
-its step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. The chunk of a
-fetch that times out is computed.
+The scheduler is called under one lock. One side at a time writes a chunk's memory: its load waits for the end of its
+step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. The chunk of a late
+fetch is computed.
 
 A fetch (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write, report, release.
 """
@@ -47,8 +47,6 @@ _LEAD_S = 0.02
 
 
 class TimedFetch:
-    """Fetch that starts at ``starts_s`` and is given up at ``due_s``."""
-
     def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[TimedFetch], object]) -> None:
         """``from_s``: time at which it began, or begins at the latest."""
         self.index, self.starts_s, self.from_s = index, starts_s, from_s
@@ -63,7 +61,7 @@ def starts_after(ahead: TimedFetch, takes_s: float | None, now_s: float) -> floa
     """Return the start time of the fetch after ``ahead``, which occupies the link for ``takes_s`` (None: unknown).
 
     Shortly before that fetch ends: earlier, each would get half of the link; later, the link would be idle. The first,
-    which is needed sooner, is late by at most a twentieth of its time, or 10 ms.
+    needed sooner, is late by at most a twentieth of its time, or 10 ms.
     """
     if takes_s is None:
         return math.inf

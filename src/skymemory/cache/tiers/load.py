@@ -1,4 +1,4 @@
-"""Load over all tiers: leased from the nearest that hold the keys, loaded concurrently, retried in farther tiers.
+"""Load over all tiers: leased in the nearest that hold the keys, loaded concurrently, retried in farther tiers.
 
 A tier that hangs misses by DEADLINE; a tier that failed or was skipped is UNREACHABLE.
 """

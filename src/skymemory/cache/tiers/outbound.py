@@ -1,7 +1,6 @@
 """Queue in memory of values moving between tiers, within a byte budget.
 
-``dirty`` values (write-back) are acknowledged but not yet in their tiers: never dropped. Others are dropped for lack of
-room.
+``dirty`` values (write-back) are acknowledged but not yet in their tiers: never dropped. Others are, for lack of room.
 """
 
 from __future__ import annotations

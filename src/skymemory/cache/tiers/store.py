@@ -1,7 +1,7 @@
 """Hierarchy of stores with the contract of a single store: the nearest tier that holds a key supplies it.
 
-A tier that fails costs only misses (``tier``). A key that a put or delete did not reach is ignored there until deleted
-(``tier.DirtyKeys``). ``mover`` does write-back, demotion and repairs in a thread.
+A failing tier costs only misses (``tier``). A key that a put or delete did not reach is ignored there until deleted
+(``tier.DirtyKeys``). ``mover`` writes back, demotes and repairs in a thread.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class TieredStore(TwoPhase):
         return all(tier.store.leases and tier.settings.local for tier in self.tiers)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the prefix: each tier's own first, as that is cheap; then all tiers together."""
+        """Return the prefix: each tier's own first (cheap), then all tiers together."""
         keys = self._check(keys)
         reached = [0] * len(self.tiers)
         for tier in self.tiers:

@@ -8,9 +8,8 @@ The life of a call:
    - In time: the result; its latency is recorded.
    - A failure (``TIER_FAILURES``) or an invalid answer: None; the breaker counts it. Failures of loads are consecutive
      despite answered lookups; those of stores are not: what cannot be written may be read.
-   - Too late: None; the call is given up, and the tier skipped until the answer, so it is waited for once. A late
-     answer's latency is recorded: a slow tier is then waited for longer. Without an answer by the deadline of the
-     settings the breaker opens.
+   - Too late: None; the call is given up, and the tier skipped until the answer. A late answer's latency is recorded: a
+     slow tier is then waited for longer. Without an answer by the settings' deadline the breaker opens.
 4. A background probe checks a tier with an open breaker.
 
 Programming errors (TypeError, …) are raised.
@@ -130,7 +129,7 @@ class Tier:
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def start(self, work: Callable[[], Result]) -> WorkerCall[Result] | None:
-        """Pass ``work`` to a thread, or run it if local. None: too many calls wait, which counts as a failure."""
+        """Pass ``work`` to a thread, or run it if local. None (a failure): too many calls wait."""
         call = WorkerCall(work)
         call.started_s = self.clock()
         if self.settings.local:
@@ -352,7 +351,7 @@ class Tier:
         return [None if key in unknown else is_deleted for key, is_deleted in zip(keys, deleted, strict=True)]
 
     def delete_dirty(self) -> bool:
-        """Delete copies of dirty keys, with back-off; returns True if more are due. Values of a later release stay,
+        """Delete copies of dirty keys, with back-off; returns True if more are due. A later release's values stay,
         unless a caller deleted them.
         """
         if self.clock() < self._delete_retry.due_s:
@@ -427,7 +426,7 @@ class DirtyKeys:
             return self._count
 
     def call_given_up(self, keys: Iterable[bytes]) -> None:
-        """Record that a call that may change these keys was given up; ``call_ended`` must follow."""
+        """Record a given-up call that may change these keys; ``call_ended`` must follow."""
         with self._lock:
             for key in keys:
                 self._in_flight[key] = self._in_flight.get(key, 0) + 1
@@ -469,8 +468,8 @@ class DirtyKeys:
 
 
 class Backlog:
-    """Blocks stored while a tier did not answer, to be copied later: the latest ``limit``, oldest first. Thread-safe;
-    takes no other lock.
+    """Blocks stored while a tier was silent, to be copied later: the latest ``limit``, oldest first. Thread-safe; takes
+    no other lock.
     """
 
     def __init__(self, limit: int) -> None:

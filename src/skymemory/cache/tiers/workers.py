@@ -1,6 +1,6 @@
 """Worker threads of a tier: a tier that hangs blocks neither other tiers nor the exit of the process.
 
-Time that a thread waits for a processor is this machine's load, not the tier's latency: it extends the timeout.
+A thread's wait for a processor is this machine's load, not the tier's latency: it extends the timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LATE_STEP_S = 0.001
 
 
 class WorkerCall(Generic[Result]):
-    """Work for another thread. The caller either sees its end (``wait``) or gives it up, never both."""
+    """Work for another thread. The caller sees its end (``wait``) or gives it up, never both."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         """``work`` runs in a copy of the caller's context variables."""

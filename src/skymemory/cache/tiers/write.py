@@ -1,7 +1,7 @@
 """Store operation over all tiers: write-through to all, or write-back to the nearest now and others later.
 
-The outcome of a given-up call is unknown. A block is named by its content, so any copy is good. A value without a place
-may replace an older value: its key is dirty in that tier until the late call has stored it.
+A given-up call's outcome is unknown. A block is named by its content, so any copy is good. A value without a place may
+replace an older value: its key is dirty in that tier until the late call has stored it.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -
 def note_missed(
     tier: Tier, missed: set[bytes], places: Mapping[bytes, Place | None], pending: set[bytes], refused: set[bytes]
 ) -> None:
-    """Record that ``missed`` are stored elsewhere, not in ``tier``. A value that may change is dirty there, unless
-    ``pending``; a block goes to the backlog, unless ``refused``.
+    """Record that ``missed`` are stored elsewhere. A value that may change is dirty in ``tier``, unless ``pending``; a
+    block goes to the backlog, unless ``refused``.
     """
     tier.dirty_keys.add(key for key in missed if places[key] is None and key not in pending)
     blocks = {key: place for key in missed - refused if (place := places[key]) is not None}

@@ -1,9 +1,9 @@
 """Priorities and fair shares of tenants under overload, as a wrapper of any admission rule.
 
-Within a sliding window each tenant has a demand (compute time of all its requests) and a usage (of its admitted
-requests). The total usage is divided by weighted max-min fairness. From a load of ``overload`` on, a tenant above its
-share is refused, and a tenant whose demand is within its share is not refused for cost. Without refusals or with a
-single tenant nothing is refused: fairness never idles a server.
+Within a sliding window each tenant has a demand (compute time of its requests) and a usage (of its admitted requests).
+The total usage is divided by weighted max-min fairness. From a load of ``overload`` on, a tenant above its share is
+refused; a demand within its share is not refused for cost. Without refusals or with a single tenant nothing is refused:
+fairness never idles a server.
 
 Load is the larger of the time to first token and between tokens, each relative to its objective.
 """

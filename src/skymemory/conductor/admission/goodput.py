@@ -2,9 +2,9 @@
 
 1. Time to first token: refuse if the corrected estimate (``LearntTtft``) exceeds the objective.
 2. Time between tokens: refuse if the decode load exceeds a learnt share of the objective (``LearntHeadroom``), because
-   a slow batch fails all of its requests. If the prefill ends later than a usual decode, the load is forecast.
-3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest of
-   the recent requests that fit into the servers' time.
+   a slow batch fails all its requests. If the prefill outlasts a usual decode, the load is forecast.
+3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest
+   recent requests that fit into the servers' time.
 4. Context size: the same for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
 """
 
@@ -62,7 +62,7 @@ class Goodput(Admission):
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Requests with a late first token, whose miss does not count against decoding."""
+        """Requests with a late first token, not counted against decoding."""
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         # The order of the module's rules: a request that would be late anyway is not judged by its cost.
@@ -272,7 +272,7 @@ class Batches:
     def stay_s(self) -> float:
         """Usual time from admission to the end.
 
-        Requests in progress contribute their time so far, because the short requests end first.
+        Requests in progress contribute their time so far, as short requests end first.
         """
         return self._waited_s / self._ended if self._ended else 0.0
 

@@ -63,8 +63,8 @@ class EarlySettings:
 
 
 class Early(Baseline):
-    """Rule that checks the current decode load on arrival, with the new request added: the check before decoding keeps
-    the load of the other requests below the objective.
+    """Rule that checks the current decode load on arrival, with the new request: the check before decoding keeps the
+    others' load below the objective.
     """
 
     name = "early"

@@ -2,8 +2,8 @@
 
 A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``).
 
-The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the most recently
-used blocks, up to the cache's capacity, and evicts the end of a prefix before its head. Engines evict by other rules.
+The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the last used
+blocks, up to the cache's capacity, and evicts a prefix's end before its head. Engines evict by other rules.
 """
 
 from __future__ import annotations

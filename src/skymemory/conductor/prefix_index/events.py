@@ -2,10 +2,10 @@
 
 The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too.
 
-An engine reports a block's tokens once, and only its own hash after that. Our hash follows from the tokens and our hash
-of the parent. A block with an unknown parent is an *orphan*: it does not count until its parent is reported.
+An engine reports a block's tokens once, later only its own hash. Our hash follows from the tokens and our hash of the
+parent. A block with an unknown parent is an *orphan*: it does not count until its parent is reported.
 
-Some media report blocks without tokens, some have larger blocks than the engine, some do not report removals.
+Some media report blocks without tokens, some have larger blocks than the engine, some report no removals.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EventBatch:
 
 MAX_ORPHANS = 4096
 MAX_BEYOND_GPU = 1 << 19
-"""Limit of blocks beyond the GPU's memory; then the oldest sixteenth is dropped. It takes 70 to 110 MB."""
+"""Limit of blocks beyond the GPU's memory, 70 to 110 MB; then the oldest sixteenth is dropped."""
 MAX_RECENT = 1 << 16
 TOKEN_BYTES = 4
 _MASK = (1 << 64) - 1
@@ -138,8 +138,6 @@ class _BlockRun:
 
 @dataclass(slots=True)
 class EngineBlocks:
-    """Blocks of one engine."""
-
     model: str
     block_tokens: int
     media: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -147,7 +145,7 @@ class EngineBlocks:
     given_up: int = 0
     counters: Counters = field(default_factory=Counters)
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Additional copies: vLLM recomputes the last block of a fully cached prompt and reports both."""
+    """Additional copies: vLLM recomputes a fully cached prompt's last block and reports both."""
     _runs: dict[tuple[str, int], _BlockRun] = field(default_factory=dict)
     _recent: dict[int, int] | None = None
     """Our hashes last stored in the GPU's memory, by the hash of their tokens."""
@@ -160,7 +158,7 @@ class EngineBlocks:
         return len(self._orphans)
 
     def stored(self, event: BlocksStored) -> Iterator[Change]:
-        """Apply an event; yield our blocks that are now in a medium, including resolved orphans.
+        """Apply an event; yield our blocks now in a medium, including resolved orphans.
 
         Raises:
             InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
@@ -271,8 +269,8 @@ class EngineBlocks:
     def _find_recent_blocks(self, tokens: bytes, blocks: int) -> list[int]:
         """Return our blocks of a chunk, found by tokens among those last stored; empty if not found.
 
-        LMCache reports parent 0 within a prompt, leaves out chunks that it has (``lmcache/v1/cache_engine.py``,
-        ``store`` and ``store_layer``), and reports neither adapter nor salt. But it stores what was just computed.
+        LMCache reports parent 0 within a prompt, omits chunks that it has (``lmcache/v1/cache_engine.py``, ``store``
+        and ``store_layer``), adapter and salt. But it stores what was just computed.
         """
         if self._recent is None:
             self._recent = {}
@@ -286,7 +284,7 @@ class EngineBlocks:
         return hashes
 
     def _count_copy(self, medium: str, name: int) -> None:
-        """Count a copy, only in media with reported removals: elsewhere the count would only grow."""
+        """Count a copy, if removals are reported: else the count would only grow."""
         if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
             self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
 

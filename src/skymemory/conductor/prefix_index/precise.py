@@ -1,9 +1,9 @@
 """Precise prefix index, fed by the engines' KV cache events.
 
-Engines number their batches of events. A gap means lost events: the engine's slot is *stale* and matches nothing until
-the lost batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot, which costs
-hits but matches no evicted block. Engines do not evict the ends of prefixes first: a held block with an evicted prefix
-does not count.
+Engines number their batches of events. After a gap the engine's slot is *stale* and matches nothing until the lost
+batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot, which costs hits but
+matches no evicted block. Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not
+count.
 
 Some media (LMCache's) do not report removals: only their latest blocks count.
 """
@@ -170,7 +170,6 @@ class PreciseIndex:
             self._take_away(slot, blocks.removed(event))
 
     def resume_empty(self, slot: int, sequence: int) -> None:
-        """Empty the slot and continue with batch ``sequence``."""
         engine = self._engine(slot)
         self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
@@ -181,7 +180,6 @@ class PreciseIndex:
             self.apply(slot, batch, replayed=True)
 
     def stale(self, slot: int) -> bool:
-        """Return True if events are missing."""
         return self._engine(slot).stale
 
     def missing(self, slot: int) -> int:
@@ -232,8 +230,8 @@ class PreciseIndex:
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         """Drop the missing blocks from media without reported removals; return their number.
 
-        Counted copies are forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would
-        otherwise hold them forever.
+        Counted copies are forgotten: if an engine reports only the last copy's removal (as vLLM plans to), they would
+        stay forever.
         """
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):

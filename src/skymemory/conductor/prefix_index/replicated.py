@@ -7,13 +7,13 @@ A snapshot, little-endian::
     then per server: length of the name 4, name in UTF-8, capacity 8, blocks 8, per block hash 8 and parent 4
 
 The *kind* names the unit and size of blocks. A parent is the position, from 0, of a block of the same server. Blocks
-are in the order of their last use, the latest first.
+are in order of last use, the latest first.
 
-A delta, little-endian (it names the server, because each replica has its own slots)::
+A delta, little-endian (it names the server, as each replica has its own slots)::
 
     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
 
-Replicas publish only what they learnt themselves, not what they absorbed, and no removal of servers.
+Replicas publish only what they learnt, not what they absorbed, and no removal of servers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choice of the decode server: the shortest time between tokens, with the request in its batch.
 
-Requests still in prefill count too, otherwise all would go to a server that none has reached yet. The forecast is
-Mooncake's (FAST'25 §7.4): all requests decode for the same usual time.
+Requests in prefill count too, else all would go to a server that none has reached yet. The forecast is Mooncake's
+(FAST'25 §7.4): all requests decode for the same usual time.
 """
 
 from __future__ import annotations

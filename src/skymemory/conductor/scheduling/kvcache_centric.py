@@ -1,13 +1,13 @@
-"""Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant that takes the cheapest way per server.
+"""Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant with the cheapest way per server.
 
 The published rule loads if the longest prefix anywhere is ``balancing_threshold`` times the server's own; at equality
 ``arxiv`` loads, ``fast25`` computes. ``cheaper`` (ours) loads, computes or does both, whichever is fastest.
 
 Left open by the publications: the ratio to a server that holds nothing is infinite; a load proceeds while the request
-waits in the queue; a fully cached prompt still computes one token; far tiers count like servers.
+is queued; a fully cached prompt computes one token; far tiers count like servers.
 
 A split: the server computes from block ``start`` on while the blocks up to ``end`` are loaded from the back (Cake,
-2024), because later tokens cost more to compute. With the split at block ``split``::
+2024), as later tokens cost more to compute. With the split at block ``split``::
 
     ready  = wait + compute(start..split)         the front is computed
     rest   = compute(end..)                       held nowhere
@@ -306,7 +306,7 @@ def _priced(wait_s: float, work_s: float, rate: float) -> float:
 
 
 def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> float:
-    """Return the end of a prefill with its front computed at ``ready_s`` and its load complete at ``loaded_s``."""
+    """Return the end of a prefill whose front is ready at ``ready_s``, its load at ``loaded_s``."""
     late_s = loaded_s - ready_s
     if late_s <= 0.0:
         return ready_s + rest_s

@@ -1,4 +1,4 @@
-"""Prefill schedulers: they estimate the time to first token per server, and track the servers' queues."""
+"""Prefill schedulers: they estimate times to first token, and track the servers' queues."""
 
 from __future__ import annotations
 
@@ -127,8 +127,6 @@ class ServerLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Estimates:
-    """Estimates of a request per server."""
-
     request: Request
     servers: Sequence[Server]
     slots: list[int]

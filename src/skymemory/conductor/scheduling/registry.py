@@ -60,7 +60,7 @@ def prefill_scorer(
     Args:
         holdings: the prefix index.
         sources: None: the network of ``cost``.
-        prefill_cost: cost on servers that are not a single machine.
+        prefill_cost: cost on servers of several machines.
 
     Raises:
         InvalidInput: unknown scheduler or option, or an invalid value.
@@ -82,8 +82,8 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``. KV is also loaded from servers
-    of ``prefill`` that are not ranked.
+    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``. KV is also loaded from unranked
+    servers of ``prefill``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.

@@ -61,8 +61,8 @@ class ServerSpeeds(ABC):
 class GivenSpeeds(ServerSpeeds):
     """Cost model, corrected by a factor per server.
 
-    Similar servers share a factor: otherwise no idle servers would tie, and noise would send nearly all requests to the
-    same server.
+    Similar servers share a factor: else no idle servers would tie, and noise would send nearly all requests to one
+    server.
     """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
@@ -229,8 +229,8 @@ class DelayPrice(native.DelayPrice):
     − b))`` seconds in total (Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with
     queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. ``weight`` is tuned.
 
-    If even the shortest queue ``q`` (in usual prefills) is long, work delays later requests alike on any server: with
-    the share ``q / (q + 1)`` the shortest queue replaces the server's own, and the price rises (``CROWDED``).
+    If even the shortest queue ``q`` (in usual prefills) is long, work on any server delays later requests alike: with
+    share ``q / (q + 1)`` the shortest queue replaces the server's own, and the price rises (``CROWDED``).
 
     Rate and busy share (at most ``most_busy``) are measured with exponential weights over ``window_s``.
     """

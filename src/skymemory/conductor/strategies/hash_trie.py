@@ -115,7 +115,7 @@ class HashTrie(Scorer):
 def depths(sets: Mapping[int, int], blocks: NDArray[np.uint64]) -> dict[int, int]:
     """Return the leading blocks that each slot holds; ``sets`` has slots, as bits, by hash.
 
-    A slot that holds a block holds all blocks before it, so bisection finds each change.
+    A slot holds all blocks before a held block, so bisection finds each change.
     """
     depth_of: dict[int, int] = {}
     hash_at, count = blocks.item, len(blocks)

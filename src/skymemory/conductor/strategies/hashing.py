@@ -1,7 +1,7 @@
 """Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL).
 
-SimHash: the server of the nearest signature, if it is near enough and not overloaded. Source: vLLM production-stack's
-prefix router, first of its two methods; it hashes the signature again, which loses the similarity.
+SimHash: the server of the nearest signature, if near enough and not overloaded. Source: vLLM production-stack's prefix
+router, first of two methods; it hashes the signature again, which loses the similarity.
 
 CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer (first 100 characters, 256 virtual nodes, at most
 1.25 × the mean load). Differences: the bound is rounded up, salt and model are hashed too, and a threshold.

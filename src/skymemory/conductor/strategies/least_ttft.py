@@ -1,7 +1,7 @@
 """Least estimated time to first token (the default): wait in the server's queue plus compute of the uncached part.
 
 Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both seconds, so they need no
-weights, and hot prefixes replicate by themselves. It adds the delay of later requests (``DelayPrice``), a limit on each
+weights; hot prefixes replicate by themselves. It adds the delay of later requests (``DelayPrice``), a limit on each
 server's share of recent requests (``guard_…``), and the loading of blocks outside the GPU's memory (``LoadingCosts``).
 """
 
@@ -232,7 +232,7 @@ class LeastTtft(Indexed):
         return self._loads.of(prompt.blocks, slots, self._under_way.depths(prompt.blocks, slots))
 
     def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
-        """Return compute seconds per server; a simulator overrides this and ``waits_s`` to add errors."""
+        """Return compute seconds per server; simulators override this and ``waits_s`` to add errors."""
         return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
 
     def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:

@@ -25,7 +25,7 @@ ANSWERING = 4096
 BELIEVABLE = 0.5
 """Share of the estimated blocks that a server must confirm.
 
-Smaller differences are meaningless, due to blocks of characters and the engine's own block size.
+Smaller differences come from blocks of characters and the engine's own block size.
 """
 Note = TypeVar("Note")
 
@@ -83,7 +83,6 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
 
 
 def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
-    """Rank by the fewest requests."""
     reasons = (reason,) if reason else ()
     return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
@@ -170,8 +169,8 @@ class NameHashes:
 class Indexed(Scorer):
     """Base of strategies with a prefix index.
 
-    A prompt counts as held once it is sent: requests queued after it will find it cached. Until its first byte it is
-    *under way*, which a failure undoes.
+    A prompt counts as held once sent: requests queued after it will find it cached. Until its first byte it is *under
+    way*, which a failure undoes.
     """
 
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:

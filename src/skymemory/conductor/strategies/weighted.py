@@ -4,7 +4,7 @@ Source: the Gateway API inference extension's endpoint picker, with weights 2, 2
 contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported capacities; requests sent
 since a report count; a server without a report counts as average.
 
-``precise`` uses an index fed by events. Source: llm-d's precise prefix cache scorer. As there, a sent prompt can count
+``precise`` uses an index fed by events. Source: llm-d's precise prefix cache scorer. As there, sent prompts can count
 as held for a while.
 """
 

@@ -30,9 +30,8 @@ class Beside(Protocol):
         """Return the loaded prompt's tokens of the next step; 0 pauses its computing."""
 
     def run(self, tokens: int, until: Callable[[], bool]) -> int:
-        """Compute up to ``tokens`` tokens of the other requests in this thread; returns the number computed.
-
-        Stops between two forward passes when ``until`` returns True.
+        """Compute up to ``tokens`` tokens of the other requests in this thread; returns their number. Stops between two
+        forward passes when ``until`` returns True.
         """
 
 

@@ -1,4 +1,4 @@
-"""Calls of a model: the argument that takes its cache, and the arguments of this package's own passes.
+"""Calls of a model: the argument for its cache, and those of this package's own passes.
 
 transformers 5.24 renamed ``past_key_values`` to ``cache``, so the name is read from the model's signature.
 """

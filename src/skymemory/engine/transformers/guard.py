@@ -1,7 +1,7 @@
 """Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes.
 
-A call (``Guard.__call__``): find the cache, check that the model is unchanged, turn the prefix that input and loaded
-tokens share into contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
+A call (``Guard.__call__``): find the cache, check that the model is unchanged, make the common prefix of input and
+loaded tokens contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
 used (``on_pass_end``), the others as unused, by reason (``settle``).
 """
 
@@ -60,7 +60,7 @@ _WAYS = "what is served, and what is computed whole, is in the table 'Ways to ge
 class Guard:
     """Guard of ``model``: checks every call with one of its caches.
 
-    A cache of another prompt, or a used cache, costs computing only; no block is stored under a wrong hash.
+    A used cache, or another prompt's, costs computing only; no block is stored under a wrong hash.
     """
 
     def __init__(
@@ -241,9 +241,7 @@ class Guard:
         return _rest_of(arguments, call.padding + usable, call.padding)
 
     def _compute_to_stops(self, cache: SkyCache, call: _ForwardCall, advanced_tokens: int) -> int:
-        """Run the model to the last position of kept states, where a pass must end; returns the number of tokens
-        computed.
-        """
+        """Run the model to the last position of kept states, where a pass must end; returns the tokens computed."""
         start = cache.get_seq_length() - advanced_tokens
         end = min(call.tokens - call.kept, call.same_in_all_rows())
         ids = call.ids[:1].to(self._model.device)
@@ -545,9 +543,9 @@ _RUNS = 3
 
 
 def estimated_token_s(model: torch.nn.Module) -> float | None:
-    """Estimate the seconds per prompt token from the model's largest matrix, scaled by all matrices; None without any.
+    """Estimate the seconds per prompt token by the largest matrix, scaled by all matrices; None without any.
 
-    A lower bound: attention, overhead, the embedding (a lookup) and the head (for the last token only) are left out.
+    A lower bound: without attention, overhead, the embedding (a lookup) and the head (for the last token only).
     """
     excluded = {
         weight

@@ -77,7 +77,7 @@ class _Taken:
 
 
 class KVCManager:
-    """KV cache of one model in one store. Methods may be called from any thread, but not concurrently.
+    """KV cache of one model in one store. Any thread may call methods, but not concurrently.
 
     Parameters:
         model: a decoder-only transformers model; UnsupportedModel is raised if it cannot continue from a cache.
@@ -247,7 +247,7 @@ class KVCManager:
             return self._before_media(prompt_ids(prompt, self.tokenizer, template))
 
     def _before_media(self, ids: Tokens) -> Tokens:
-        """Cut before the first placeholder of an image, video or sound: the ids do not show its content."""
+        """Cut before the first image, video or sound: the ids do not show its content."""
         placeholders = np.flatnonzero(np.isin(ids, self._media_tokens))
         return ids[: placeholders[0]] if len(placeholders) else ids
 
@@ -536,9 +536,7 @@ def unwrap_model(model: Any) -> Any:
 
 
 def foreign_length(cache: Cache, layout: KVLayout) -> int:
-    """Return the length of a foreign cache. Raises InvalidInput if it cannot be this model's, with a single
-    sequence.
-    """
+    """Return a foreign cache's length. Raises InvalidInput if it cannot be this model's, with one sequence."""
     lengths = set()
     if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
         raise InvalidInput("recurrent states can be stored only from a cache that get_cache returned")

@@ -1,6 +1,6 @@
 """Identity of a model in the context of its blocks, and checks for changes of the model.
 
-A digest of all weights takes about a second, a check for changes about 0.1 ms; only changed tensors are hashed again.
+A digest of all weights takes about a second, a check about 0.1 ms; only changed tensors are hashed again.
 """
 
 from __future__ import annotations
@@ -210,10 +210,10 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
 """Attributes that do not affect what a module computes."""
 
 _HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.transformers.layer_reports"}
-"""Modules whose hooks change nothing; those of transformers stay after hidden states were requested."""
+"""Modules whose hooks change nothing; transformers' stay after a request for hidden states."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
-"""Packages whose replaced code gives the same results, or is determined by tensors and settings."""
+"""Packages whose replaced code gives the same results, or depends on tensors and settings."""
 
 _SAMPLE = 16
 """Number of compared elements: uncounted writes (``.data``, numpy) mostly change the entire tensor."""

@@ -1,8 +1,7 @@
-"""SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
+"""SkyCache: the transformers cache for ``generate``; prefilled in place, growing in place.
 
-DynamicCache's first step would copy everything just loaded. Here all layers share one tensor (layers, 2, kv_heads,
-room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) fall back to
-DynamicLayer.
+DynamicCache's first step would copy all that was loaded. Here all layers share one tensor (layers, 2, kv_heads,
+room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) use DynamicLayer.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Pool of memory for caches: the first touch of memory costs more than a copy into it.
+    """Pool of memory for caches: a first touch costs more than a copy.
 
     An array is free if only the pool refers to it; a tensor made by ``from_numpy`` holds its array.
     """
@@ -223,7 +222,7 @@ class TokenMask:
         self._tokens = np.zeros(room_tokens, bool)
 
     def mark_present(self, start: int, stop: int) -> None:
-        """Record tokens; those after the room's end always count as present."""
+        """Record tokens; those after the room always count as present."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
@@ -247,7 +246,7 @@ class TokenMask:
 
 
 class SlidingLayer(GrowingLayer):
-    """Layer with a sliding window; keeps tokens outside it, since blocks are stored from it."""
+    """Layer with a sliding window; keeps tokens outside it, for storing blocks."""
 
     is_sliding = True
 
@@ -402,9 +401,9 @@ class Bringing(Protocol):
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that knows which tokens it holds and where they came from.
 
-    A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
-    as far as the input equals them (``guard``). ``generate`` passes the whole prompt; a loop that passes only later
-    tokens calls ``begin`` first.
+    A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass makes them contents as
+    far as the input equals them (``guard``). ``generate`` passes the whole prompt; a loop that passes only later tokens
+    calls ``begin`` first.
     """
 
     def __init__(
@@ -594,7 +593,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _is_user_defined(self) -> bool:
-        """Flag that ``generate`` sets first. It passes its whole prompt, so a used cache is rewound."""
+        """Flag that ``generate`` sets first; as it passes its whole prompt, a used cache is rewound."""
         return self._handed_to_generate
 
     @_is_user_defined.setter
@@ -656,7 +655,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return self._seen_tokens >= tokens
 
     def tokens(self) -> Tokens:
-        """Return the leading token ids, as far as known and equal in all rows; only these are ever stored."""
+        """Return the leading token ids, as far as known and equal in all rows; only these are stored."""
         recorded = _joined(self._seen)
         lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(recorded) in lengths or (self._closed and len(recorded) < min(lengths)))
@@ -717,9 +716,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row right, behind padding that the caller's mask hides. Columns then differ by row, so nothing is
-        stored.
-        """
+        """Move each row right, behind padding hidden by the caller's mask. Columns then differ: nothing is stored."""
         for layer in self._attention:
             for name in ("keys", "values"):
                 tensor: torch.Tensor = getattr(layer, name)
@@ -787,7 +784,7 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    numpy copies bytes at 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
+    numpy copies 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
@@ -813,7 +810,7 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8
-"""Number of threads. On an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
+"""Threads: on an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
 
 
 class Staging:
@@ -907,7 +904,7 @@ class _BatchRows:
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """Return the only stream of copies: each reuses the memory of the last."""
+    """Return the only stream of copies: each reuses the last's memory."""
     return torch.cuda.Stream(device)
 
 

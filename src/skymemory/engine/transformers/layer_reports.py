@@ -24,7 +24,7 @@ class LayerReports:
 
     @contextmanager
     def to(self, report: Report, tokens: int = 1, first_share: float = 1.0) -> Iterator[None]:
-        """Report the passes of the block, a token each; the first takes ``first_share`` of the time."""
+        """Report the block's passes, a token each; the first takes ``first_share`` of the time."""
         self._report, self._passes, self._tokens, self._first_share = report, 0, tokens, first_share
         try:
             yield

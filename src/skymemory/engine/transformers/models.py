@@ -1,4 +1,4 @@
-"""Models for demonstrations and tests: random weights, which compute as fast as trained weights, or from a folder."""
+"""Models for demonstrations and tests: from a folder, or random weights, which compute as fast as trained weights."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ _LOOK_S = 0.5
 
 @contextmanager
 def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
-    """Report the growth of this process's memory as a share of the weights' files: transformers reports no progress."""
+    """Report the growth of this process as a share of the weights' files: transformers reports no progress."""
     total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     before, finished = _resident_bytes(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Probes that refuse models whose output a cache would change, or for which a cache would save nothing."""
+"""Probes that refuse models whose output a cache would change, or for which it would save nothing."""
 
 from __future__ import annotations
 
@@ -264,8 +264,8 @@ class _Probe:
         return self._pass(remaining, second, **positions)
 
     def behind_windows(self) -> list[torch.Tensor]:
-        """Return logits of two tokens after a window of made-up tokens: twice, for the device's rounding, and with
-        another first token, which must not matter. Empty if no prompt is longer than the window.
+        """Return logits of two tokens after a window of made-up tokens: twice, for rounding, and with another first
+        token, which must not matter. Empty if no prompt exceeds the window.
         """
         config = self._model.config.get_text_config(decoder=True)
         width = max((kind.window or 0 for kind in self._kinds), default=0)

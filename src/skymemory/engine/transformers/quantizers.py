@@ -1,7 +1,7 @@
 """Codecs of 8 bits per number by optimum-quanto and by HQQ: about half of the bytes of a 16-bit cache, small loss.
 
-A block is rows of ``head_dim`` numbers (by layer, key or value, head and token), each with its own scale, so an outlier
-affects a single row. Payloads are little-endian; the layout determines their sizes:
+A block is rows of ``head_dim`` numbers (by layer, key or value, head and token), each with a scale, so an outlier
+affects one row. Payloads are little-endian; the layout determines their sizes:
 
 - ``quanto8``: int8 per number, then float32 scale per row: number = int8 · scale.
 - ``hqq8``: uint8 per number, then float32 scale and float32 zero per row: number = (uint8 − zero) · scale. HQQ's
@@ -30,7 +30,7 @@ _SCALE_BYTES = 4
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to this thread: a second costs more than it saves for a block."""
+    """Limit torch to this thread: for a block a second costs more than it saves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -154,7 +154,7 @@ def _row_count(layout: KVLayout) -> int:
 
 
 def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
-    """Return float32 rows. Raises InvalidInput for another size, or for numbers that are not finite."""
+    """Return float32 rows. Raises InvalidInput for another size, NaN or infinity."""
     if block.nbytes != layout.block_bytes:
         raise InvalidInput(f"a block of {block.nbytes} bytes, the layout says {layout.block_bytes}")
     numbers = torch.frombuffer(block, dtype=TORCH_DTYPES[layout.dtype])

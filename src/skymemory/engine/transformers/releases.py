@@ -1,4 +1,4 @@
-"""Releases of transformers that were tried, as in the extra "hf" of pyproject.toml."""
+"""Tried releases of transformers, as in the extra "hf" of pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Recurrent states (linear attention, convolutions): copied out after a forward pass, stored, and restored.
+"""Recurrent states (linear attention, convolutions), copied after a forward pass, stored, restored.
 
-A state cannot be split by blocks: that at the end of a block is stored undivided, under the block's hash.
+A state cannot be split by blocks: that at a block's end is stored under its hash.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def repeat(layer: Any, repeats: int) -> None:
 
 
 def forget(layer: Any) -> None:
-    """Reset a layer. transformers' ``reset`` writes zeros into tensors that keep their rows and, if made in inference
-    mode, may be written in that mode only.
+    """Reset a layer. transformers' ``reset`` zeroes tensors that keep their rows and, if made in inference mode, may be
+    written in that mode only.
     """
     for kind in ("conv", "recurrent"):
         for number in range(layer.number_of_states):

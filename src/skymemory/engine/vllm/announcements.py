@@ -1,7 +1,7 @@
 """Store events: which of vLLM's blocks the store has, for routers that follow vLLM's KV events (``take_events``).
 
-An event names a block by vLLM's hash. It is announced when all ranks have stored it or when it was loaded, and
-withdrawn when a lookup misses it: the shared store evicts on its own.
+An event names a block by vLLM's hash. It is announced when all ranks have stored it or it was loaded, and withdrawn
+when a lookup misses it: the shared store evicts on its own.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def has_pending_push_work(self) -> bool:
-        """Return True while values are being saved: vLLM then keeps stepping, also without requests."""
+        """Return True while saving: vLLM then keeps stepping, also without requests."""
         return self._scheduler is not None and self._scheduler.saving
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -371,7 +371,7 @@ class _Door:
         self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def reserve(self, request: Any, computed_tokens: int) -> bool:
-        """Reserve blocks while vLLM schedules the request's first chunk, whose tokens it counts afterwards."""
+        """Reserve blocks while vLLM schedules the request's first chunk, which it counts afterwards."""
         if self._needs_scheduler and self._connector.cake_scheduler is None:
             return False
         blocks = self._connector._kv_cache_manager.allocate_slots(

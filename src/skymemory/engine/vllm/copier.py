@@ -2,7 +2,7 @@
 
 A value is ``(layers, blocks, bytes of a block of a layer)``, packed, in vLLM's memory order.
 
-On an accelerator calls only queue their work, on three streams. A read gathers blocks on ``compute`` (the model's own),
+On an accelerator calls only queue work, on three streams. A read gathers blocks on ``compute`` (the model's own),
 between two forward passes, and copies them on ``out``. A write copies on ``in``, after the work that ``compute`` had
 when the load began: until then the blocks may belong to another request. No layer hooks are used: replayed CUDA graphs
 skip them.
@@ -25,7 +25,7 @@ from skymemory.errors import InvalidInput
 STAGING_BYTES = 256 << 20
 _PINNED_BYTES = 64 << 20
 _PINNED_VALUES = 256
-"""Host memory pinned at once, since each allocation takes milliseconds."""
+"""Host memory pinned at once: each allocation takes milliseconds."""
 _READS = 64
 _WRITES = 4
 Stream = Literal["compute", "out", "in"]
@@ -64,7 +64,7 @@ class BlockCopier(Protocol):
 
 
 class Now:
-    """Mark of work that is done."""
+    """Mark of finished work."""
 
     __slots__ = ("at_s",)
 
@@ -409,8 +409,8 @@ def _divisible(view: Any, size_bytes: int) -> bool:
 
 
 def _stacked(layers: Sequence[Any]) -> list[Any]:
-    """Return a single view ``(layers, blocks, ...)`` if the layers lie at equal distances, so that a single kernel
-    copies all; else a view of each.
+    """Return one view ``(layers, blocks, ...)`` of layers at equal distances, so that one kernel copies all; else a
+    view of each.
     """
     first = layers[0]
     places = [layer.storage_offset() for layer in layers]

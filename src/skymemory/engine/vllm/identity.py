@@ -1,7 +1,7 @@
 """Context of vLLM's blocks: all that makes two engines' keys and values different.
 
-vLLM's block hashes name neither model nor data type, and its packing depends on the attention backend. Each engine logs
-its context (``EngineReport``) for `skymemory doctor`.
+vLLM's block hashes name neither model nor data type; its packing depends on the attention backend. Engines log their
+contexts (``EngineReport``) for `skymemory doctor`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
 
 
 def _other_kinds(model: Any) -> list[object]:
-    """Return further facts: LongRoPE's factors depend on the longest prompt allowed, and images on their
-    preprocessing.
-    """
+    """Return further facts: LongRoPE's factors depend on the longest prompt allowed, images on preprocessing."""
     kinds: list[object] = []
     rope = _find_field(model.hf_config.to_dict(), "rope_type") or _find_field(model.hf_config.to_dict(), "type")
     if rope == "longrope":
@@ -147,8 +145,8 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 
 def folder_digest(folder: Path, *, code: bool = False) -> str:
-    """Return the SHA-256 over a folder's weight and settings files, with ``code`` also of Python files; unchanged files
-    are read once.
+    """Return the SHA-256 of a folder's weights and settings, with ``code`` also of Python files; unchanged files are
+    read once.
     """
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is no folder: its files name the weights")
@@ -207,7 +205,7 @@ class _Digests:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Log entry of an engine at its start, with the facts that decide its hits."""
+    """Log entry of an engine's start, with the facts that decide its hits."""
 
     vllm: str
     skymemory: str
@@ -281,7 +279,7 @@ class Seeds:
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
         self._changed: set[tuple[int, str, str]] = set()
         self._reloaded: set[tuple[int, str, str]] = set()
-        """Adapters reloaded from other files: vLLM's cache has older blocks under their names."""
+        """Adapters reloaded from other files: vLLM's cache has older blocks of these names."""
         self.generation = ""
 
     def reset(self) -> None:
@@ -321,9 +319,7 @@ class Seeds:
         return lora is not None and (lora.lora_int_id, lora.lora_name, lora.lora_path) in self._reloaded
 
     def _adapter(self, lora: Any) -> str:
-        """Return name and digest of an adapter's files as of the first request; empty if they are unreadable or have
-        changed.
-        """
+        """Return name and digest of an adapter's files as of the first request; empty if unreadable or changed."""
         known, folder = (lora.lora_int_id, lora.lora_name, lora.lora_path), Path(lora.lora_path)
         try:
             files = _looks_of(folder)

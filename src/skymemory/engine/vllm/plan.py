@@ -1,7 +1,7 @@
-"""Messages between the connector's scheduler side and its worker side with each step.
+"""Messages between the connector's scheduler and worker sides with each step.
 
-Block numbers are vLLM's, by *group* of layers. A *value* is stored under a key: ``blocks_per_value`` consecutive blocks
-of a prompt, over all layers of a *part*, which has at least one group (``cache.blocks.Part``).
+Block numbers are vLLM's, by *group* of layers. A *value*, stored under a key, has ``blocks_per_value`` consecutive
+blocks of a prompt, over all layers of a *part*, at least one group (``cache.blocks.Part``).
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ class StepPlan:
     fences: dict[str, int] = field(default_factory=dict)
     """First blocks that may be written, by request with a backward load: this step computes those before."""
     ends: list[str] = field(default_factory=list)
-    """Requests whose backward load ends before this step, since their blocks may then be another's; or whose waiting
-    load ends, since the request is gone.
+    """Requests whose backward load ends before this step, as their blocks may then be another's; or whose waiting load
+    ends, as the request is gone.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     lost: int
-    """Number of the value that was not loaded; values after it (before it, in a backward load) were not placed."""
+    """Number of the value not loaded; values after it (before it, in a backward load) were not placed."""
     reason: Miss | None
     size_bytes: int
     seconds: float

@@ -1,15 +1,15 @@
-"""The connector in vLLM's scheduler: it decides which blocks of a request are loaded from the store and saved to it.
+"""The connector in vLLM's scheduler: it decides which blocks of a request are loaded and saved.
 
 The life of a request: ``matched`` (how many tokens the store has; asked until scheduled), ``allocated`` (its blocks are
 reserved: the load is planned), ``plan`` (with each step: loads, and saves of completed values), ``update`` (reports of
 the workers), ``finished``.
 
 With Cake (a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
-``allocated`` plans a backward load, and ``plan`` sends how far computing has come (the fence). When both meet,
-``update`` lets the request continue after the loaded blocks.
+``allocated`` plans a backward load, and ``plan`` sends the progress of computing (the fence). When both meet,
+``update`` continues the request after the loaded blocks.
 
 For a request that another engine prefills (``transfer_params``), ``matched`` announces all that will be stored, and the
-workers load each value as soon as it is stored. The prefilling engine saves again what the store has lost.
+workers load each value once it is stored. The prefilling engine saves lost values again.
 
 A lookup runs in a thread: a store that hangs must not block the scheduler.
 """
@@ -75,7 +75,7 @@ _NULL_BLOCK = 0
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
-"""Factor per prompt computed because loading seemed slower: a recovered link is tried again."""
+"""Factor per prompt computed as loading seemed slower: a recovered link is tried again."""
 
 
 class SeedsOfRequests(Protocol):
@@ -102,7 +102,7 @@ class CakeDoor(Protocol):
         """Give the request all blocks of its prompt; False if there are too few."""
 
     def go_on_from(self, request: Any, tokens: int) -> None:
-        """Let the next step begin after ``tokens`` tokens, which are all in place."""
+        """Let the next step begin after ``tokens`` tokens, all in place."""
 
 
 @dataclass(slots=True)
@@ -114,13 +114,13 @@ class Lookup:
     found: int | None = None
 
     def answered_late(self, result: object) -> None:
-        """Record an abandoned lookup: a slow store is then waited for longer."""
+        """Record an abandoned lookup: later waits for the store are longer."""
         self.latencies.record(time.monotonic() - self.asked_s)
 
 
 @dataclass(slots=True)
 class Backward:
-    """Cake: values loaded from the back of a request that computes from its front."""
+    """Cake: values loaded from the back of a request computed from its front."""
 
     end_tokens: int
     running: bool = False
@@ -141,9 +141,7 @@ class Known:
     backward: Backward | None = None
     ahead_bytes: int = 0
     failed: bool = False
-    """True after a failed load: the request is computed, or a store that loses values would be asked again and
-    again.
-    """
+    """True after a failed load: the request is computed, or a store that loses values would be asked forever."""
     params: TransferParams = _NO_PARAMS
     waits_s: float = 0.0
     waited: bool = False
@@ -156,7 +154,7 @@ class Known:
     """True if the values that the store lacks are known, for a handover."""
     unsaved: int | None = None
     is_apart: bool = False
-    """True if its blocks belong to other weights than its keys say: it loads and saves nothing."""
+    """True if its keys name other weights than its blocks': it loads and saves nothing."""
     is_own: bool = True
 
 
@@ -220,7 +218,7 @@ class SchedulerSide:
         self._lookups.submit(WorkerCall(lambda: self._greet(kind_of_store)))
 
     def _greet(self, kind_of_store: Callable[[], str]) -> None:
-        """Connect and measure a lookup: else the first request would give up a distant store."""
+        """Connect, and time a lookup: else the first request would give up a distant store."""
         for number in range(3):
             started_s = self._clock()
             self._parts.first.prefix(list(_GREETING))
@@ -233,8 +231,8 @@ class SchedulerSide:
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously.
-        They always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
+        """Return the tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously. They
+        always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
         """
         known = self._of(request)
         if known is None or known.is_apart:
@@ -285,7 +283,7 @@ class SchedulerSide:
         return tokens, True
 
     def _check(self, known: Known) -> bool:
-        """Return True if it is known what the store lacks of a prompt to be handed over, which is saved again."""
+        """Return True if it is known what the store lacks of a prompt to hand over, which is saved again."""
         if not known.checked and known.keys:
             wanted = len(known.keys)
             found_values = self._find_prefix(known, 0, wanted, wanted * self._shape.value_tokens)
@@ -390,9 +388,7 @@ class SchedulerSide:
         return plan
 
     def _begins(self, load: LoadRequest, output: Any) -> bool:
-        """Return True if the request is computed from the expected token: another connector may have loaded into its
-        blocks.
-        """
+        """Return True if the request is computed from the expected token: another connector may have loaded blocks."""
         known = self._known.get(load.request)
         if known is None or known.backward is None:
             return False
@@ -584,8 +580,8 @@ class SchedulerSide:
         return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
     def reset(self, is_empty: bool = True) -> bool:
-        """Reset when the weights may have changed. Requests that hold older blocks, or find some in vLLM's cache if it
-        is not ``is_empty``, load and save nothing. Returns False if an older block is still being written.
+        """Reset when the weights may have changed. Requests that hold older blocks, or find some in vLLM's cache unless
+        ``is_empty``, load and save nothing. Returns False while an older block is being written.
         """
         self._seeds.reset()
         self._is_stale = not is_empty
@@ -658,8 +654,8 @@ class SchedulerSide:
             known.keys += hash_blocks(before, tokens, size, content)
 
     def _find_prefix(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
-        """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: not
-        answered yet.
+        """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: no answer
+        yet.
         """
         now_s = self._clock()
         lookup = known.lookup

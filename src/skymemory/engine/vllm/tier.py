@@ -5,7 +5,7 @@
         "type": "SkyMemoryTier", "module_path": "skymemory.engine.vllm.tier",
         "skymemory": {"store": "unix:///run/sky.sock", "weights": "revision 1"}}]}}'
 
-Its methods run in vLLM's scheduler and must not block: lookups return RETRY until vLLM's lookup thread has asked.
+Its methods run in vLLM's scheduler and must not block: lookups return RETRY until vLLM's lookup thread is done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kv_transfer_params`` of a request: a router uses them to prefill a prompt on one engine and decode on another.
+"""``kv_transfer_params`` of a request, with which a router prefills on one engine and decodes on another.
 
 The first step, with ``max_tokens`` 1, has ``{"do_remote_decode": true}``; the second the answer's parameters, such as
 ``{"sky_tokens": 512}``, or, if both are sent at once, ``{"do_remote_prefill": true}``. NIXL reacts to that, too: a

@@ -13,8 +13,7 @@ from skymemory.errors import InvalidInput
 
 
 def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blocks: int) -> int:
-    """Write noise into unused blocks of each group, read it back, and restore the contents; returns the number of
-    blocks.
+    """Write noise into unused blocks of each group, read it back, and restore the blocks; returns their number.
 
     Raises:
         InvalidInput: describes what differed.

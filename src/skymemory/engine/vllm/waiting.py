@@ -1,4 +1,4 @@
-"""Loads of values that another engine is still computing: times and threads of their questions to the store.
+"""Loads of values that another engine still computes: times and threads of questions to the store.
 
 A waiting load holds no thread between its questions, which take turns on their own threads: neither a store that hangs
 nor many waiting loads block ordinary loads.
@@ -33,7 +33,7 @@ class PollInterval:
         self.values = 1
 
     def on_values(self, values: int, seconds: float) -> float:
-        """Record that ``values`` values arrived within ``seconds``; returns the pause before the next question."""
+        """Record that ``values`` arrived within ``seconds``; returns the pause before the next question."""
         if not values:
             self.values = 1
             return self._pauses.next_s()
@@ -72,7 +72,7 @@ class DelayedCalls:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop the calls that have not started."""
+        """Drop waiting calls."""
         with self._changed:
             self._closed = True
             self._later.clear()

@@ -1,10 +1,10 @@
-"""The connector in a worker of vLLM: it loads values into blocks and saves blocks as values, concurrently with steps.
+"""The connector in a vLLM worker: it loads and saves blocks, as values, concurrently with steps.
 
 Each step: ``begin`` (its loads start), the forward pass, ``end`` (completed values are copied out; a thread stores
 them), ``finished``, ``invalid_blocks`` and ``outcome`` (reports).
 
-A load that takes longer than computing is given up. Its thread may hang in the store, but writes no block any more, as
-vLLM then gives the blocks to another request.
+A load that takes longer than computing is given up. Its thread may hang in the store, but writes no block any more:
+vLLM gives them to other requests.
 
 On an accelerator this runs ahead of the device (``copier``): a load has ended when its blocks are written, a value is
 stored after it is read, and a step's time is the device's.
@@ -49,11 +49,11 @@ _QUESTION_S = 0.0005
 """Interpreter time of a question: many waiting loads pause longer."""
 _PAIRED_S = 0.5
 """Limit of a value's load time for a second thread, which fetches while the other copies. On a slower link each would
-only wait for the other.
+wait for the other.
 """
 _UNKNOWN_S = 10.0
 _UNKNOWN_BYTES_PER_S = 1e6
-"""Time and rate after which a load is given up while the compute speed is unknown."""
+"""Time and rate that give up a load while the compute speed is unknown."""
 _IDLE_S = 0.002
 """Wait of a step without computing for a load: else vLLM would spin, and slow the loads."""
 _IDLE_SAVING_S = 0.005
@@ -201,7 +201,7 @@ class _BackwardJob(_Job):
             self._write(index, block)
 
     def on_value(self, index: int, reason: Miss | None, size_bytes: int) -> None:
-        """Record that a value was placed, or the reason why not; waits until its blocks are written."""
+        """Record a placed value, or the reason why not; waits until its blocks are written."""
         if (mark := self._writing.get(index)) is not None:
             mark.wait()
         with self._lock:
@@ -676,7 +676,7 @@ class Saver:
         return counts, [waiting.save_key for waiting in present + stored], unsaved
 
     def _load(self, stored: list[_Waiting]) -> None:
-        """Load stored values, to measure the link's latency and rate before a prompt needs them."""
+        """Load stored values, to measure the link before a prompt needs it."""
         for number, some in enumerate((stored[:1], stored[:1], stored)):
             started_s = time.perf_counter()
             values = self._parts.first.store.get_many([waiting.key for waiting in some])

@@ -1,4 +1,4 @@
-"""Codec ``cachegen``: each layer is rounded as coarsely as it tolerates. Follows CacheGen (Liu et al., SIGCOMM 2024):
+"""Codec ``cachegen``: rounds each layer as coarsely as it tolerates. Follows CacheGen (Liu et al., SIGCOMM 2024):
 
 1. rotate keys back to before their rotary positions;
 2. round numbers in steps that grow with the layer: the only lossy step;
@@ -186,7 +186,7 @@ class CacheGen:
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """Set up. ``layers``: numbers of a block's layers if it has only some of ``of``; for encoding."""
+        """``layers``: numbers of a block's layers if it has only some of ``of``; for encoding."""
         self.level: Level = level_of(level)
         self._layers = tuple(layers)
         self._of = of

@@ -32,8 +32,8 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
-        """Write the block into ``out`` (writable, ``layout.block_bytes`` bytes). Raises MalformedPacket for another
-        codec's or layout's payload; ``out`` is then undefined.
+        """Write the block into ``out`` (``layout.block_bytes`` bytes). Raises MalformedPacket for another codec's or
+        layout's payload; ``out`` is then undefined.
         """
         ...
 
@@ -53,7 +53,7 @@ class CodecReport:
 
 
 def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
-    """Encode, decode and compare. Equal bits count as no error, even infinities."""
+    """Encode, decode and compare. Equal bits are no error, even infinities."""
     view = memoryview(block).cast("B")
     payload = codec.encode(view, layout)
     decoded = bytearray(layout.block_bytes)

@@ -316,8 +316,8 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 
 def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
-    """Count the parts of a JSON text, unchecked: lists and objects, texts, commas, commas of the outermost list, and
-    the end of that list's first item (0: none). A long text is counted without the GIL.
+    """Count the parts of a JSON text, unchecked: lists and objects, texts, commas, the outermost list's commas, and its
+    first item's end (0: none). A long text is counted without the GIL.
     """
     lists = texts = commas = items = first_end = depth = 0
     for match in _JSON_MARKS.finditer(text):
@@ -343,9 +343,8 @@ _PLAIN = re.compile(rb'[^\x00-\x1f\x80-\xff\\"]*')
 
 
 def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
-    """Cut long texts (ASCII without escapes, from 512 bytes on) out of a request's body. Return the body, and the
-    texts: the ``prompt`` by -1, the ``content`` of messages by number. The remainder is JSON if and only if ``text``
-    is.
+    """Cut long texts (ASCII without escapes, from 512 bytes on) out of a request's body. Return the rest, JSON if and
+    only if ``text`` is, and the texts: the ``prompt`` by -1, the ``content`` of messages by number.
     """
     cuts = _long_texts(text)
     remainder, texts, at = b"", {}, 0
@@ -355,7 +354,7 @@ def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
 
 
 def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
-    """Return number, begin and end of long texts; empty for repeated or escaped fields: only a decoder knows what
+    """Return number, begin and end of long texts; empty for repeated or escaped fields: only a decoder knows which
     counts.
     """
     cuts: list[tuple[int, int, int]] = []
@@ -394,7 +393,7 @@ def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
 
 
 def read_cached(path: str, head: bytearray | memoryview, out: bytearray | memoryview) -> int | None:
-    """Fill ``head``, then ``out``, from the page cache; return the number of bytes, or None if that would block. The
-    twin returns None.
+    """Fill ``head``, then ``out``, from the page cache; return the number of bytes, None if that would block. The twin
+    returns None.
     """
     return None

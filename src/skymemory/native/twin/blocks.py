@@ -57,8 +57,8 @@ class BlockTable:
         return self._present
 
     def enter(self, hashes: Buffer, rows: Buffer, start: int, parent: bytes | None) -> int | None:
-        """Enter a chain, in rows with this table's group numbers, at depth ``start`` after ``parent``, replacing
-        present rows. Return the number of new blocks; None, with no change, on a contradiction.
+        """Enter a chain, in rows with this table's group numbers, at depth ``start`` after ``parent``, replacing rows.
+        Return the number of new blocks; None, unchanged, on a contradiction.
         """
         keys, packed = _split(hashes, _HASH_BYTES, "hashes"), _split(rows, _ROW_BYTES, "rows")
         if len(keys) != len(packed):
@@ -136,17 +136,15 @@ class BlockTable:
         return None if block is None or block.row is not None else block.depth + 1
 
     def held(self) -> list[float]:
-        """Return the values' bytes by group number, fading exponentially, by ``capacity_bytes``, as later values are
-        entered.
-        """
+        """Return the values' bytes by group number, fading exponentially, by ``capacity_bytes`` of later values."""
         return list(self._held)
 
     def items(self) -> list[tuple[bytes, int, int]]:
         return [(key, self._blocks[key].depth, _SIZE_AND_GROUP.unpack(row)[1]) for key, row in self._there()]
 
     def runs(self, visit: Visit) -> None:
-        """Call ``visit(start, parent, hashes, rows, groups)`` for every run. Rows name groups by position. It must not
-        change the table.
+        """Call ``visit(start, parent, hashes, rows, groups)``, which must not change the table, for every run. Rows
+        name groups by position.
         """
         follows: dict[bytes, bytes] = {}
         heads = []

@@ -1,6 +1,4 @@
-"""Keyed hash of payloads that MACs cover: 16 bytes for each block of 1,024. It authenticates nothing by itself: it goes
-into the HMAC.
-"""
+"""Keyed hash of payloads that MACs cover: 16 bytes for each block of 1,024. It authenticates only within the HMAC."""
 
 from __future__ import annotations
 

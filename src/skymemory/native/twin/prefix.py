@@ -25,8 +25,8 @@ _NO_PARENT = 0xFFFFFFFF
 
 
 class PrefixTable:
-    """Estimated blocks per slot, at most ``capacity``. ``secret`` (odd): else a client could choose prompts that share
-    a hash bucket. The twin does not use it.
+    """Estimated blocks per slot, at most ``capacity``. ``secret`` (odd): else clients could choose prompts that share a
+    hash bucket. The twin does not use it.
     """
 
     def __init__(self, capacity: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -209,8 +209,8 @@ class HolderTable:
     def match(
         self, blocks: Buffer, slots: Sequence[int], media: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
-        """Return, per slot, the number of leading blocks in any of ``media``, and their weight, each block's by the
-        first of ``media`` that has it.
+        """Return, per slot, the number of leading blocks in any of ``media``, and their weight, each by the first of
+        ``media`` that has it.
         """
         for slot in slots:
             _check(0, slot, 0)
@@ -244,8 +244,8 @@ class HolderTable:
         return [depths[slot] for slot in slots], [float(total) for total in sums]
 
     def _runs(self, blocks: Buffer, media: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield holders per medium, and the number of consecutive blocks with them, in pieces: most prompts are known
-        in part.
+        """Yield holders per medium, and the number of consecutive blocks with them, in pieces: most prompts are partly
+        known.
         """
         hashes = hashes_of(blocks)
         for begin in range(0, len(hashes), _RUN_BLOCKS):

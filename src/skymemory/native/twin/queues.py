@@ -1,9 +1,9 @@
 """Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are
 computed. Reports never change.
 
-A *queue* has the requests sent to a slot without a first byte yet. A prefill is *unseen* unless its answer streams: its
-end is assumed when its estimated work is done, when the server reports fewer waiting requests, or with its own or a
-later answer.
+A *queue* has the requests sent to a slot without a first byte. A prefill is *unseen* unless its answer streams: its end
+is assumed when its estimated work is done, the server reports fewer waiting requests, or its own or a later answer
+comes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Prefill:
     work_s: float
     routed_s: float
     drain_s: float
-    """Pipeline of machines: the next prefill begins after ``work_s``; this ends ``drain_s`` later."""
+    """Pipeline of machines: the next begins after ``work_s``; this ends ``drain_s`` later."""
     unseen: bool
 
 
@@ -65,7 +65,7 @@ class _Queue:
 
 
 class PrefillQueues:
-    """Queues of prefills, one per slot. A prefill beyond its estimate needs at least ``overdue`` of its time so far: a
+    """Queues of prefills, by slot. A prefill beyond its estimate needs at least ``overdue`` of its time so far: a
     hanging server gets ever longer estimates.
     """
 

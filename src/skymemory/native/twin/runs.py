@@ -1,7 +1,7 @@
 """Runs of packets: headers of bursts, chunks that a satellite stores or serves, answers that a client awaits.
 
-A *run* is what receive offload delivers: packets of ``segment_bytes`` each. Calls handle only runs whose packets all
-belong together; others have no effect.
+A *run* is what receive offload delivers: packets of ``segment_bytes`` each. Runs whose packets do not belong together
+have no effect.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ def recv_runs(
 ) -> tuple[list[Tally], list[Run]]:
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
-    Ends when nothing arrives for ``patience_us`` (a minute at most), on a signal, after ``calls`` batches, when a value
-    is complete, or at a run that is not placed: the second list has that and later runs, as views of ``scratch``.
+    Ends when nothing arrives for ``patience_us`` (a minute at most), on a signal, after ``calls`` batches, with a
+    complete value, or at a run not placed: the second list has that and later runs, as views of ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
@@ -485,8 +485,8 @@ def take_sets(
     terms: AnswerTerms,
     guard: Guard | None = None,
 ) -> Taken | None:
-    """Store the chunks of the first runs of the same request. None, without effect, unless valid SETs with numbers in
-    equal steps, a tag in ``settled``, within ``room_bytes``, admitted by the ``guard``.
+    """Store the chunks of one request's first runs. None, without effect, unless valid SETs with numbers in equal
+    steps, a tag in ``settled``, within ``room_bytes``, admitted by the ``guard``.
     """
     view, signed = memoryview(runs[0][0]).cast("B"), runs
     ref_at = COMMAND_BYTES + SKY_BYTES

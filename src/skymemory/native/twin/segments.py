@@ -4,8 +4,8 @@ Offsets repeat ``skymemory.protocol.wire`` (a higher layer; a test compares them
 equally long packets. All bytes are untrusted.
 
 A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
-the packet up to the MAC, its CRC and the forwarders' fields as zero. It ends the body, before any payload. A longer key
-also covers the payload of SET and MIGRATE, by its hash (``nh``).
+the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body, before any payload. Longer
+keys also cover the payload of SET and MIGRATE, by its hash (``nh``).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Rows(NamedTuple):
 
 
 def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
-    """Return True if a value fits; rows must be exactly its size, without overlap."""
+    """Return True if a value fits; rows must have exactly its size, without overlap."""
     if not isinstance(out, tuple):
         return memoryview(out).nbytes >= value_bytes
     head, room, first, count, row_bytes, stride = out
@@ -270,7 +270,7 @@ _BLOCK_BYTES = 64
 
 @lru_cache(maxsize=32)
 def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
-    """Return a key's inner and outer hash states: caching them halves the time of a MAC."""
+    """Return a key's inner and outer hash states, cached to halve a MAC's time."""
     padded = key.ljust(_BLOCK_BYTES, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in padded)) for pad in (0x36, 0x5C))
     return inner, outer

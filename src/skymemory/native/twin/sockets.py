@@ -1,4 +1,4 @@
-"""Batched UDP calls, with segmentation offload if available; small packets; values and requests from stream sockets.
+"""Batched UDP calls, with segmentation offload if available; small packets; stream sockets' values and requests.
 
 ``UDP_SEGMENT`` sends a run of equally long datagrams; ``UDP_GRO`` delivers such a run in a single receive. Sources:
 udp(7), Linux ``net/ipv4/udp.c``.
@@ -51,7 +51,7 @@ def borrowed(fd: int) -> socket.socket:
 
 
 def check_endpoint(host: str, port: int) -> None:
-    """Raise ``ValueError`` for a host that is no IP address, ``OverflowError`` for an invalid port."""
+    """Raise ``ValueError`` unless the host is an IP address, ``OverflowError`` for an invalid port."""
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     except OSError as error:
@@ -149,9 +149,7 @@ def send_slices(
     header_bytes: int,
     slices: tuple[Buffer, int, int, int],
 ) -> int:
-    """Run ``send_batch`` with ``slices`` as payloads: of a value and its chunk size the chunks from a first on, by a
-    step.
-    """
+    """Run ``send_batch`` with ``slices`` as payloads: of a value, by chunk size, chunks from a first on, by a step."""
     value, chunk_bytes, first, step = slices
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:
@@ -276,8 +274,8 @@ def request_words(
     """Return complete words in ``data`` from ``at`` on, their end, and the number of missing words. ``missing``: words
     missing so far; 0: the request begins here.
 
-    Stops before a word that is incomplete, too large, or not written as clients do; ``serving.resp.protocol`` finds out
-    the reason.
+    Stops before a word that is incomplete, too large, or not written as clients do; ``store.redis_server.protocol``
+    finds the reason.
     """
     if min(at, missing, most_words, most_bytes, room_bytes) < 0:
         raise ValueError("request_words: a number is below 0")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CROWDED = 2.0
 """Largest relative increase of the price of delay."""
 SET_BACK_S = 1e9
-"""Penalty of a server that has had its share."""
+"""Penalty of a server beyond its share."""
 FIGURES = struct.Struct("=ddqq")
 """Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
 CURVE = struct.Struct("=ddd")
@@ -38,8 +38,8 @@ Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
 
 
 class DelayPrice:
-    """Rate of ``delays_s``, from recent requests and their work (exponential, over ``window_s``). Servers count as at
-    most ``most_busy`` busy.
+    """Rate of ``delays_s``, from recent requests and their work (exponential, over ``window_s``). Servers count as
+    ``most_busy`` busy at most.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -172,7 +172,7 @@ def _curve(curves: Sequence[Curve], slot: int) -> Curve:
 
 
 def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, rate: float) -> list[float]:
-    """Return, per server, the seconds that later requests wait longer."""
+    """Return the seconds that later requests wait longer, per server."""
     shortest_s = min(waits_s)
     crowded = shortest_s / (shortest_s + usual_s) if usual_s else 0.0
     rate *= 1.0 + CROWDED * crowded
@@ -205,9 +205,9 @@ class ShareGuard:
     In every run of consecutive requests within ``window_s`` and of at least ``requests`` (or ``mean`` per server), none
     of ``n`` servers gets more than ``limit / n``, even if traffic stops.
 
-    Method: a run from a server's own request number ``j`` to its next, number ``k``, has ``k − j + 1`` of its requests
-    among ``q − p + 1`` of all. That is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The
-    greatest left side is a sliding maximum over ``j``.
+    Method: a run from a server's request number ``j`` to its next, number ``k``, has ``k − j + 1`` of its requests
+    among ``q − p + 1`` of all: too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The greatest left
+    side is a sliding maximum over ``j``.
     """
 
     def __init__(self, limit: float, window_s: float, requests: float, mean: float) -> None:
@@ -347,8 +347,8 @@ ROUNDS = 4
 
 
 def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
-    """Fit if only prefill and answer together are timed. ``points``: tokens, cached tokens, answer tokens, seconds.
-    None if uncertain: a fit near 0 would make no cache worth a detour.
+    """Fit if prefill and answer are timed together. ``points``: tokens, cached tokens, answer tokens, seconds. None if
+    uncertain: a fit near 0 would make no cache worth a detour.
     """
     if not 3 <= len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")

@@ -1,7 +1,7 @@
-"""Memory budget that clients share: bytes of values in transfer, and of commands queued for EXEC.
+"""Memory budget that clients share: bytes of values in transfer, and of commands before EXEC.
 
-Clients wait in order of arrival, those at addresses that had to give way lately after all others. To let the first
-proceed, a client gives way:
+Clients wait in order of arrival, but last those at addresses that lately had to give way. To let the first proceed, a
+client gives way:
 
 1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
    ``LEAST_SHARED_BYTES_PER_S``; each client that had to give way halves that time at its address, for ``BLAMED_S``;
@@ -99,7 +99,7 @@ class Room:
         self._first = None
 
     def blame(self, claim: MemoryClaim, now_s: float) -> None:
-        """Record that a client gives way; one that moved, but held more than a share, is not to blame."""
+        """Record that a client gives way; a client that moved, but held more than a share, is not to blame."""
         if not self._is_overdue(claim, now_s):
             return
         self._first = None
@@ -107,7 +107,7 @@ class Room:
         self.blamed[claim.address] = self._times_blamed(claim, now_s) + 1, now_s
 
     def payer(self, now_s: float) -> MemoryClaim | None:
-        """Return the client that must give way; None if memory is about to be freed, or no client is at fault."""
+        """Return the client that must give way; None if memory will soon be free, or no client is at fault."""
         first = self.first(now_s)
         if any(claim.is_ended for claim in self.holders):
             return None

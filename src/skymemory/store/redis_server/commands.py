@@ -1,4 +1,4 @@
-"""The Redis commands over any store, as ``redis-cli``, redis-py, LMCache and others need them of a cache.
+"""The Redis commands over any store that ``redis-cli``, redis-py, LMCache and others need of a cache.
 
 Two kinds of keys:
 
@@ -145,8 +145,8 @@ class Commands:
             raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
-        """Return the header of the next word, a value, and how many of its last bytes are not stored: it is received
-        without a copy. Raises Refused or InvalidInput if the command will be refused.
+        """Return the header of the next word, a value, and the number of its last bytes not stored: it is received
+        without a copy. Raises Refused or InvalidInput for a command to be refused.
         """
         if not words:
             raise Refused(f"unknown command, of {size_bytes} bytes")
@@ -613,7 +613,7 @@ class Commands:
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys``, and end their leases before and after the write: a new lease may hold the previous value."""
+        """Lock ``keys``; end their leases before and after the write: a new lease may hold the previous value."""
         with self._lock_keys(session, keys):
             try:
                 for key in keys:

@@ -1,8 +1,7 @@
 """Sockets of the store daemon, with a thread for each connection.
 
-The number of connections, the bytes in transfer and the size of a value are bounded. A client is disconnected if it
-stalls within a value for ``stall_s``, or is slower than ``LEAST_BYTES_PER_S``; sooner while others wait for its memory
-(``budget``).
+Connections, bytes in transfer and sizes of values are bounded. A client that stalls within a value for ``stall_s``, or
+is slower than ``LEAST_BYTES_PER_S``, is disconnected; sooner while others wait for its memory (``budget``).
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ _CRLF_BYTES = 2
 _MAX_PIECES = 512
 _SMALL_BYTES = 16 << 10
 _PART_BYTES = 1 << 20
-"""Most bytes of a ``sendmsg``. On a Unix socket its timeout applies to every 32 KiB: a larger call would miss a slow
-reader.
-"""
+"""Most bytes of a ``sendmsg``. On a Unix socket its timeout is per 32 KiB: a larger call would miss a slow reader."""
 _SEND_BUFFER_BYTES = 512 << 10
 """Send buffer of a Unix socket, limited by ``net.core.wmem_max``. With the system's 208 KiB, writer and reader wait 14
 times in a value of 2.9 MB; a larger buffer falls out of the processor's cache.
@@ -82,8 +79,8 @@ class ServerLimits:
 
 
 class TransferDeadline:
-    """Deadline of a transfer: ``stall_s`` plus its bytes at ``LEAST_BYTES_PER_S``. So a client that moves a byte now
-    and then cannot hold memory forever.
+    """Deadline of a transfer: ``stall_s`` plus its bytes at ``LEAST_BYTES_PER_S``. So single bytes now and then cannot
+    hold memory forever.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -132,7 +129,7 @@ class Daemon:
 
     def serve(self, listeners: Sequence[socket.socket]) -> None:
         """Accept connections until ``stop``, from a signal handler or another thread; then end them. No connection uses
-        the store afterwards, unless the store has not answered for ``_END_S``.
+        the store afterwards, unless it is silent for ``_END_S``.
         """
         previous_size = threading.stack_size(_STACK_BYTES)
         in_main = threading.current_thread() is threading.main_thread()
@@ -280,7 +277,7 @@ class Conversation:
         self._queued_bytes = 0
         """Budget of commands that wait for EXEC."""
         self._collected: Run | None = None
-        """Unanswered requests, because more of the kind seem to follow."""
+        """Unanswered requests: more of the kind seem to follow."""
         self._collected_bytes = 0
         self._ahead_bytes = 0
         self._is_fed = False
@@ -407,9 +404,7 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Read input while the client does not read: some clients write a complete pipeline first. Return the number of
-        bytes.
-        """
+        """Read input while the client does not read: some write a complete pipeline first. Return the bytes read."""
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
             return 0

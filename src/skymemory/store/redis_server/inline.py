@@ -1,7 +1,7 @@
 """Inline commands, as telnet sends them, and the detection of other protocols.
 
-A web page may send HTTP and TLS to any port of its user's computer. So HTTP, or a first byte that cannot begin a line,
-ends the connection: a command after it would come from the page.
+Web pages may send HTTP and TLS to any port of their user's computer. So HTTP, or a first byte that cannot begin a line,
+ends the connection: a later command would come from the page.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def is_http(line: bytes) -> bool:
 
 
 def words_of(line: bytes) -> list[bytes] | None:
-    r"""Return the words; None if a quote is not closed or no space follows it. Within ``"…"`` a backslash escapes
-    (``\n``, ``\x00`` …), within ``'…'`` only an apostrophe.
+    r"""Return the words; None if a quote is open or no space follows it. Within ``"…"`` a backslash escapes (``\n``,
+    ``\x00`` …), within ``'…'`` only an apostrophe.
     """
     if b'"' not in line and b"'" not in line:
         return line.split()

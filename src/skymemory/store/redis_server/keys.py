@@ -64,8 +64,8 @@ MAX_PATTERN_BYTES = 1024
 
 
 def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
-    """Compile a pattern for complete names, matched in time linear in the name for each ``*``: skipped text is not
-    tried again. None if it is too long.
+    """Compile a pattern for complete names, matched in linear time for each ``*``: skipped text is not tried again.
+    None if too long.
     """
     if len(glob) > MAX_PATTERN_BYTES:
         return None

@@ -86,8 +86,8 @@ _UNIT_MS = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
-    """Return the options; None for an invalid combination. Raises ValueError for a lifetime that is not a whole number
-    above 0.
+    """Return the options; None for an invalid combination. Raises ValueError unless a lifetime is a whole number above
+    0.
     """
     condition, get, ttl_s, lifetime = b"", False, None, b""
     remaining = list(words)

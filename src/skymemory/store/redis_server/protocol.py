@@ -106,7 +106,6 @@ class RequestParser:
         return large.head + rest_of_head
 
     def bytes_behind(self, large: LargeArgument) -> int:
-        """Return the number of received bytes after the argument."""
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
     def deliver(self, value: Word, following: Buffer = b"") -> None:
@@ -123,8 +122,8 @@ class RequestParser:
         self._large, self._words, self._discards = None, [], True
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
-        """Return the next request's words (none for an empty line), or what is needed for it. A ProtocolError's message
-        is for the client.
+        """Return the next request's words (none for an empty line), or what it needs. A ProtocolError's message is for
+        the client.
         """
         if self._large is not None:
             return self._large

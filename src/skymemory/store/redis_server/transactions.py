@@ -1,7 +1,7 @@
 """MULTI, EXEC and WATCH: commands that wait for EXEC, and keys that must not change before it.
 
-EXEC locks its commands' and all watched keys against this daemon's other writers, not readers: a reader may see one old
-and one new value. WATCH sees this daemon's writes, expiry and eviction, so it is refused for stores with other writers.
+EXEC locks its commands' and all watched keys against this daemon's other writers, not readers, who may see an old and a
+new value. WATCH sees this daemon's writes, expiry and eviction, so stores with other writers refuse it.
 """
 
 from __future__ import annotations

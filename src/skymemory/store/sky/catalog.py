@@ -72,8 +72,8 @@ class Catalog:
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Replace stale entries: satellites report a later value, or only others. Return torn values, with overwritten
-        chunks that no complete index vouches for.
+        """Replace stale entries: satellites report a later value, or only others. Return torn values, whose overwritten
+        chunks no complete index vouches for.
         """
         unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
@@ -126,7 +126,7 @@ class Catalog:
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """Return an entry's chunk size. Earlier releases did not write it: the default or ours if it fits, else the
+        """Return an entry's chunk size. If not written (earlier releases): the default or ours if it fits, else the
         largest.
         """
         if info.chunk_bytes:

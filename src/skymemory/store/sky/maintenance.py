@@ -29,7 +29,7 @@ from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
-"""Time in which a command arrives: 0.8 s of repeats, at most half a second around the world."""
+"""Time in which a command arrives: 0.8 s of repeats, at most 0.5 s around the world."""
 
 
 _MOST_OWED = 1024
@@ -51,8 +51,8 @@ class Evictor:
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Evict values that reads, started at ``looked_s``, found incomplete. For a key set again since, only our entry
-        is dropped.
+        """Evict values that reads, started at ``looked_s``, found incomplete. If a key was set again since, only our
+        entry is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -146,7 +146,7 @@ class Evictor:
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
         """EVICT values. Return the keys that can no longer be read: of one server's share, every copy was evicted in
-        its place, or all satellites that may ever have had it confirm that they hold nothing.
+        its place, or all satellites that may have had it confirm that they hold nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
@@ -277,7 +277,6 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
-        """FORGET obsolete copies that are due, sparing the current value."""
         now_s = self._driver.now_s()
         expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]

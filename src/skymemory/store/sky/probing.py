@@ -116,7 +116,7 @@ class PrefixSearch:
 
 
 class ClientDriver(Protocol):
-    """Driver of a client, over sockets (``UdpClient``) or in virtual time (``SimulatedClient``)."""
+    """Driver of a client: ``UdpClient``, or ``SimulatedClient`` in virtual time."""
 
     @property
     def machine(self) -> ClientMachine: ...
@@ -173,8 +173,8 @@ _EARLIER_BOXES = 8
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Return the number of leading keys present, correct with holes. The first call of ``find`` includes the first key:
-    enough for an unknown prompt.
+    """Return the number of leading keys present, also with holes. The first ``find`` includes the first key: enough for
+    an unknown prompt.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
@@ -199,7 +199,7 @@ class Prober:
         servers: int,
         can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
     ) -> None:
-        """Set up. ``can_hold(chunks, chunk_bytes, value_bytes)``: True if there can be such a value."""
+        """``can_hold(chunks, chunk_bytes, value_bytes)``: True if there can be such a value."""
         self._driver = driver
         self._sky = sky
         self._code = strategy, servers
@@ -211,8 +211,8 @@ class Prober:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return the box's values, in two or three round trips, and True if the other keys are certainly absent. After
-        a move the previous box is asked too: a chunk outlives its handover there.
+        """Return the box's values, in two or three round trips, and True if the others are certainly absent. After a
+        move the previous box is asked too: chunks outlive their handover.
         """
         moves = self._moves()
         infos, certain = self._search_at(moves, keys)
@@ -291,7 +291,7 @@ class Prober:
         return reported, all(answer.ok for _, answer in answers)
 
     def _believable(self, info: ValueInfo) -> bool:
-        """Check that such a value can exist: a reader allocates its memory before the first byte arrives."""
+        """Check that such a value can exist: readers allocate its memory before the first byte."""
         if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
             return False
         try:
@@ -327,7 +327,7 @@ _UNKNOWN = (0.0, False)
 
 
 class IndexRebuilder:
-    """Rebuilder of an incomplete index: probes satellites for unknown keys as they are used.
+    """Rebuilder of an incomplete index: probes satellites for unknown keys when used.
 
     Values found enter the shared index. A key not found counts as absent here for ``ABSENT_S`` (``SILENT_S`` with a
     silent satellite): a new prompt is not searched at each token.
@@ -435,8 +435,8 @@ _ENOUGH_CLOCKS = 3
 
 
 def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
-    """PING the centre and its neighbours, so that the client adopts their moves: an operator may have pushed the box.
-    Return the seconds that satellites' clocks are ahead (median, to within half a round trip).
+    """PING the centre and its neighbours, to adopt their moves: an operator may have pushed the box. Return the seconds
+    that satellites' clocks are ahead (median, within half a round trip).
     """
     machine = driver.machine
     with driver.lock:

@@ -3,15 +3,13 @@
 **Reads and writes.** A change is a record, appended under a file lock; each lookup first replays others' records
 (``_follow``). Without a path the index lives in this process only.
 
-**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``: the holder may be a stopped process. The
-record then goes to a side file without a lock; the index is incomplete until the next holder has moved it into the
-journal.
+**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``: the holder may be stopped. The record then
+goes to a side file without a lock; the index is incomplete until the next holder has moved it into the journal.
 
 **Damage.** The first process that sees a torn record cuts the journal off there and appends a record of the loss.
 
-**Compaction.** A journal mostly about removed blocks is replaced by a minimal journal, written to a second file and
-renamed; others open it when they find that theirs was removed. What an older release still appends to the old journal
-is copied.
+**Compaction.** A journal mostly about removed blocks is replaced by a minimal journal, written beside it and renamed;
+others open it when they find theirs removed. What an older release still appends to the old journal is copied.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class SharedIndex:
         """True if the journal was cut before replayed records, which this program never does."""
         self._old: deque[_Replaced] = deque()
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
-        """Lock of our threads. The file lock excludes only other processes; a forked child shares it, so it closes its
+        """Lock of our threads. The file lock excludes only other processes; a forked child, which shares it, closes its
         copy.
         """
         if path is not None:
@@ -351,8 +349,8 @@ class SharedIndex:
         self.locked_out = locked_out
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """Apply a change. Return True if processes wait for a replaced journal's lock, and True if it is written.
-        Requires the file lock.
+        """Apply a change. Return True if processes wait for a replaced journal's lock, and True if written. Requires
+        the file lock.
         """
         if self._ahead:  # new records must follow from the journal's content
             self._reset()
@@ -418,9 +416,7 @@ class SharedIndex:
         return os.path.exists(self._beside) or os.path.exists(self._taken)
 
     def _take_in(self) -> None:
-        """Move the side file's records into the journal; a kill leaves the file to the next process. Requires the file
-        lock.
-        """
+        """Move the side file's records into the journal; after a kill the next process does. Requires the file lock."""
         lost, self._lost = self._lost, False
         for is_new in (False, True):  # first the file renamed by a process that was killed
             try:
@@ -618,9 +614,7 @@ class SharedIndex:
         return self._replayed_bytes == size_bytes
 
     def _cut_off(self) -> bool:
-        """Replace the unreadable tail by a record of the loss, written over it first: the journal never looks intact
-        without it.
-        """
+        """Overwrite the unreadable tail with a record of the loss: the journal never looks intact without it."""
         record = self._record_state(Record(RecordOp.LOST))
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_APPEND)

@@ -1,7 +1,7 @@
 """Constellation tier: values are cut into chunks on satellites, under the common contract.
 
 A warm read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
-client's state machine for each, and lets the driver run them together. Info and clock give the satellites.
+client's state machine for each, and the driver runs them together. Info and clock give the satellites.
 
 A failed read is a miss, but no proof of loss: a chunk may be moving. Only a value with a chunk proved lost
 (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
@@ -135,7 +135,7 @@ class _Ahead:
 
 
 class ConstellationStore(RemoteStore):
-    """Store of values on satellites. Without ``index``, every lookup probes the box, which is slower."""
+    """Store of values on satellites. Without ``index``, every lookup probes the box: slower."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class ConstellationStore(RemoteStore):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease by an unacknowledged packet. A satellite that misses it, or has leased its share, may evict."""
+        """Lease by an unacknowledged packet. A satellite that misses it, or leased its share, may evict."""
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
@@ -431,8 +431,8 @@ class ConstellationStore(RemoteStore):
         return servers
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
-        """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds);
-        with ``moves`` (the box of another place, as of a travelling host) all values.
+        """Copy parked values (``hop``, ``baseline``) to the satellites overhead at ``at`` (Unix seconds); with
+        ``moves`` (the box of another place, as of a travelling host) all values.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
@@ -485,9 +485,7 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: it can no longer be read, though a silent satellite may keep chunks. None: delete it
-        again.
-        """
+        """Delete values. True: no longer readable, but a silent satellite may keep chunks. None: delete it again."""
         keys = self._check(keys)
         with self._writing.exclusive(keys):
             infos, certain = self._catalog.search(keys)
@@ -496,7 +494,7 @@ class ConstellationStore(RemoteStore):
         return [(True if key in deleted else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites for the moves of the box, which an operator may have pushed; True if any answered."""
+        """Ask satellites for the box's moves, as an operator may have pushed it; True if any answered."""
         ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None

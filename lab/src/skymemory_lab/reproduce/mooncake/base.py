@@ -14,8 +14,8 @@ from skymemory_lab.sim.workload import ConversationSource
 COST = LLAMA_70B_8xA800.decoding_as(LLAMA_70B_8xA100)
 """Cost model of the experiments.
 
-Prefills at half of the machine's speed (the paper does not state it). Decoding steps as published for vLLM on eight
-A100, which differ from the paper's A800 in NVLink.
+Prefills at half the machine's speed (not stated in the paper). Decoding steps as published for vLLM on eight A100,
+which differ from the paper's A800 in NVLink.
 """
 DECODINGS: Mapping[str, CostModel] = {"vllm": COST, "turbomind": LLAMA_70B_8xA800.decoding_as(LLAMA_70B_4xA100)}
 VLLM_WORDS = "decoding vllm: steps published of vLLM with this model on 8×A100 (45 ms one request)"
@@ -24,8 +24,8 @@ BOTH: Mapping[str, CostModel] = {"memory": LLAMA_70B_8xA800, "vllm": COST}
 """Cost models for comparisons with coupled machines: the memory bound, and vLLM's steps."""
 MEMORY_WORDS = "decoding memory: the memory's time and nothing else (9 ms one request): a bound, not a measurement"
 FAST_CONTEXTS = replace(COST, memory_share=1.0, decode_fixed_s=0.0357, decode_request_s=3.76e-4)
-"""Alternative fit of vLLM's published steps (error 2.3 %, of ``COST`` 2.1 %), which differs for contexts of more than
-the published 36,864 tokens.
+"""Alternative fit of vLLM's published steps (error 2.3 %, of ``COST`` 2.1 %), which differs above the published
+contexts (36,864 tokens).
 """
 FAST_CONTEXTS_WORDS = (
     "decoding fast contexts: vLLM's published steps met as nearly (2.3 % off, not 2.1 %) with contexts read at the"

@@ -150,7 +150,7 @@ def _four_machines(setting: ExperimentSetting, workloads: tuple[str, ...], name:
 
 
 def real(setting: ExperimentSetting) -> Experiment:
-    """Compare 20 machines on the conversation trace: separate, as published and in other splits, and coupled."""
+    """Compare 20 machines on the conversation trace: separate in the published and other splits, and coupled."""
     costs = {**BOTH, **DECODINGS}
     labels, cells = [], []
     for decoding, cost in costs.items():

@@ -138,7 +138,7 @@ class Capacity:
 
 
 def capacity(search: CapacityCell) -> Capacity:
-    """Return the highest rate tried at which the rule holds, or 0. It is assumed to hold at all lower rates."""
+    """Return the highest rate tried at which the rule holds, or 0. All lower rates are assumed to hold."""
     metrics = _at(search, search.lowest)
     if not _holds(metrics, search):
         return Capacity(0.0, False, None)
@@ -176,7 +176,7 @@ def _holds(metrics: ClusterMetrics, search: CapacityCell) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Swings:
-    """Swings of the prefill and decode loads, and their phase relation (Mooncake, figures 9 and 10).
+    """Swings of the prefill and decode loads, and their phases (Mooncake, figures 9 and 10).
 
     Period and phase are of the strongest cross spectrum over half-overlapping Hann windows; 180 degrees is opposition.
     They are None if the run is shorter than a window or a load is constant.

@@ -16,7 +16,7 @@ from skymemory_lab.sim.cluster.setup import ClusterSetup
 class CoupledInstance:
     """Instance that prefills and decodes.
 
-    Without ``mixed_tokens`` decoding waits for prefills; with it every step decodes, then fills up with prefill chunks.
+    Without ``mixed_tokens`` decoding waits for prefills; else every step decodes, then fills up with prefill chunks.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class CoupledInstance:
 class DecodeInstance:
     """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. The batch
-    waits for first tokens computed here, but runs a step between two, as engines that take one prompt per turn.
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. First tokens
+    computed here hold up the batch, with a step between two, as in engines that take one prompt per turn.
     """
 
     def __init__(self, clock: Clock, setup: ClusterSetup, batch: DecodeBatch, listeners: Listeners) -> None:

@@ -17,7 +17,7 @@ from skymemory_lab.sim.cluster.pool import PrefixOnNode
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in its last attempt; ``spent_s`` sums all attempts."""
+    """Request in its last attempt; ``spent_s`` sums all."""
 
     number: int
     at_s: float
@@ -171,7 +171,7 @@ class PrefillQueue(PriorityQueue[Job]):
 
 
 class DecodeBatch:
-    """A decode batch, which changes only between steps.
+    """Decode batch, which changes only between steps.
 
     A context is the prompt plus the tokens so far. The prefill gave the first token, so ``n`` tokens take ``n - 1``
     steps, the first with ``prompt + 1``.
@@ -224,7 +224,7 @@ class DecodeBatch:
         return self.steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[DecodeStream]:
-        """Account for at most ``steps_to_first_end`` steps. Return the requests that are done."""
+        """Account for at most ``steps_to_first_end`` steps. Return the ended requests."""
         size, kv = len(self._leave), self.contexts
         first_s = self.steps.step_s(size, kv)
         self._first_step(begun_s, first_s)
@@ -238,7 +238,7 @@ class DecodeBatch:
         return self._leaving()
 
     def mixed_step(self, begun_s: float, end_s: float) -> list[DecodeStream]:
-        """Account for a step that includes other work. Return the requests that are done."""
+        """Account for a step that includes other work. Return the ended requests."""
         if not self._leave:
             return []
         self._first_step(begun_s, end_s - begun_s)
@@ -296,8 +296,7 @@ class DecodeBatch:
 class Steps:
     """Closed-form sums of ``CostModel.decode_step_s`` for an unchanged batch.
 
-    Contexts grow by a token per step, so reading and computing are linear in the step's number; a step takes the
-    longer.
+    Contexts grow by a token per step, so reading and computing grow linearly; a step takes the longer.
     """
 
     def __init__(self, cost: CostModel) -> None:

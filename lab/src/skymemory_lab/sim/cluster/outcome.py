@@ -23,7 +23,7 @@ Status = Literal["completed", "refused", "refused_after_prefill", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """Outcome of a request. Missing times are None."""
+    """Outcome of a request; missing times are None."""
 
     at_s: float
     status: Status
@@ -201,7 +201,7 @@ class ClusterMetrics:
 def measured(
     run: ClusterRun, slo: Slo, from_s: float = -math.inf, until_s: float = math.inf, tbt_rule: TbtRule = "mean"
 ) -> ClusterMetrics:
-    """Return the metrics of the requests that arrived from ``from_s`` to before ``until_s``.
+    """Return the metrics of the arrivals from ``from_s`` to before ``until_s``.
 
     Raises:
         InvalidInput: no request.

@@ -1,10 +1,10 @@
 """The simulated KV pool: the nodes' caches and the links between them.
 
-Nodes are numbered as instances, so a caching node's number is its fleet slot. A chain is a prompt's blocks from its
-beginning. Calls come in order of ``now_s``, simulated seconds.
+Nodes are numbered as instances, so a caching node's number is its fleet slot. A chain is a prompt's blocks from the
+beginning. Calls come in order of ``now_s`` (simulated).
 
-Memory, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops in
-order of arrival, and used blocks return from the root on.
+Memory, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops by
+arrival, and used blocks return from the root on.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PrefixOnNode:
 class NetworkDirection:
     """One direction of a network interface, first come, first served.
 
-    A transfer occupies each link of its path for its bytes over that link's rate, and ends with the slowest. The end is
-    known at the start; fair sharing would move other transfers' ends.
+    A transfer occupies each link of its path for its bytes over the link's rate, and ends with the slowest. So its end
+    is known at the start; fair sharing would move other transfers' ends.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -97,7 +97,7 @@ def streamed_s(
 ) -> float:
     """Return the end of a transfer whose bytes become available in ``parts``, the last ``over_s`` from now.
 
-    All parts are booked now, so later transfers wait.
+    All parts are booked now: later transfers wait.
     """
     if size_bytes <= 0:
         return now_s + over_s
@@ -107,7 +107,7 @@ def streamed_s(
 
 
 class PrefixCache:
-    """An LRU cache of blocks, closed under prefixes."""
+    """LRU cache of blocks, closed under prefixes."""
 
     def __init__(self, capacity: int) -> None:
         """Initialise with ``capacity`` in blocks.

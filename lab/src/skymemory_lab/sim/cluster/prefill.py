@@ -26,7 +26,7 @@ class PrefillService:
     after: int
     """First token computed after the load."""
     sources: Mapping[str, int]
-    """Tokens that are not computed, by source."""
+    """Tokens not computed, by source."""
     rest_s: float
     """Time until they are available; at least the transfer from memory."""
 
@@ -154,7 +154,7 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
 
 
 class Pipeline:
-    """Chunked pipeline parallelism over ``machines``, each with a share of the layers.
+    """Chunked pipeline over ``machines``, each with a share of the layers.
 
     An empty pipeline takes ``cost_model.pipelined_s``, more after longer chunks of another request.
     """

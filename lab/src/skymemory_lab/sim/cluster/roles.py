@@ -2,7 +2,7 @@
 
 1. The instance is closed in its fleet; it still serves earlier requests.
 2. After its last request its accelerators are set up for the other role, for ``change_s``.
-3. It is opened in the other fleet. Its memory keeps its KV, for itself and others.
+3. It is opened in the other fleet. Its memory keeps its KV.
 """
 
 from __future__ import annotations

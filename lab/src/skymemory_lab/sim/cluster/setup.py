@@ -30,7 +30,7 @@ class SkySetup:
     most_queued_s: float = 10.0
     """Uplink queue above which nothing is written."""
     picky_queued_s: float = 5.0
-    """Uplink queue above which only blocks offered before are written."""
+    """Uplink queue above which new blocks are not written."""
     geometry_s: float = 10.0
     """Interval of recomputed link lengths."""
 

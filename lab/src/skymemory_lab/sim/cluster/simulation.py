@@ -1,7 +1,7 @@
 """The cluster simulator: production schedulers and admission rules over simulated instances in virtual time.
 
 1. A request is placed when it arrives, and the loads of its plan start.
-2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
+2. Its prefill gives the first token, while its KV streams to the decode instance.
 3. When all KV has arrived, it joins the decode batch until its last token.
    With a ``PromptHandover`` its values go through a store, and the decode instance gives the first token.
 4. If an instance fails, its requests are placed again, ``retries`` times.
@@ -50,10 +50,10 @@ def run_cluster(
     *,
     scheduler_views: Sequence[Request] | None = None,
 ) -> ClusterRun:
-    """Simulate ``requests``. Equal arguments give equal runs, with outcomes in the order after jitter.
+    """Simulate. Equal arguments give equal runs, with outcomes in the order after jitter.
 
     Args:
-        requests: in order of arrival.
+        requests: by arrival.
         scheduler, admission: names, or a factory and a rule.
         scheduler_views: the requests as schedulers see them; only without jitter.
 
@@ -342,7 +342,7 @@ class Simulation:
 
 
 def pool_of(setup: ClusterSetup) -> ClusterPool:
-    """Return the pool of a setup. Coupled instances cache in their accelerators' memory and share nothing."""
+    """Return the pool of a setup. Coupled instances cache in accelerator memory and share nothing."""
     names, settings = [*setup.prefilling(), *setup.decoding()], setup.pool
     if setup.coupled:
         return ClusterPool(names, setup.cost, PoolSettings(setup.cost.kv_bytes(setup.coupled_cache_tokens)))
@@ -370,7 +370,7 @@ class Accounts:
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """Close a completed request. ``worst_s`` is None with one token."""
+        """Close a request. ``worst_s`` is None with one token."""
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 

@@ -104,7 +104,7 @@ class SkyTier:
         return len(ids)
 
     def offer(self, ids: Sequence[int], now_s: float) -> Far | None:
-        """Return the leading blocks that it holds; None if there are none or they are out of reach."""
+        """Return the leading blocks held; None if there are none or they are out of reach."""
         self.fly(now_s)
         readable = self.leading(ids, now_s)
         if not readable:

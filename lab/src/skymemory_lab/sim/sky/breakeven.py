@@ -1,7 +1,7 @@
 """Break-even of loading a prompt's KV against computing it, by prefill speed, link rate and prompt length.
 
-``compute`` is at a constant speed, ``load`` by the physical model, ``both`` by the production loader (``cache.cake``)
-in virtual time. In reality later steps are slower, so ``both`` saves more.
+``compute`` has a constant speed, ``load`` the physical model, ``both`` the production loader (``cache.cake``) in
+virtual time. In reality later steps are slower, so ``both`` saves more.
 """
 
 from __future__ import annotations

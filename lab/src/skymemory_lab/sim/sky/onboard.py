@@ -1,6 +1,6 @@
 """Comparison of a model on board a satellite with a model on the ground: time and energy to the first token.
 
-SkyMemory paper §3.7 and §6. On board only prompt and token pass the beam, a slower machine computes, and KV comes over
+SkyMemory paper §3.7 and §6. On board only prompt and token pass the beam; a slower machine computes, with KV over
 inter-satellite links.
 """
 

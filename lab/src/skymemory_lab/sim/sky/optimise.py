@@ -1,6 +1,6 @@
 """Search for the setting that serves a load of values best: access, placement, number of servers, chunk and window.
 
-The physical model computes a grid at times over an orbit. The first half chooses; reports are for the second. A value
+The physical model computes a grid at times over an orbit: the first half chooses, the second is reported. A value
 counts as stored at its box's present place.
 
 A satellite, the gateway's link (a quarter of the links' traffic) and the beam are M/D/1 queues, whose mean wait ρ / (2

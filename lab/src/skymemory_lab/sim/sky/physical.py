@@ -1,13 +1,13 @@
 """Latency of a get or a set by physics: light, link rates, first-in-first-out queues, servers that take their time.
 
-``ways_of`` derives from the geometry how a host reaches each server; ``latency_s`` then moves a value, for many times
-in one pass of numpy.
+``ways_of`` derives each server's path from the geometry; ``latency_s`` then moves a value, for many times in one pass
+of numpy.
 
 - A get asks each server once; a server answers chunk after chunk, each after ``server_s``. Links store and forward.
 - A set sends chunks in bursts, server after server (or the farthest first); each server acknowledges its last chunk.
 - ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam.
-- Through a gateway all packets share its beam and its four links. The queue at the root of a tree of equally fast links
-  is the longest, so only the roots are computed.
+- Through a gateway all packets share its beam and four links. In a tree of equally fast links the root's queue is the
+  longest, so only roots are computed.
 
 Exact for separate beams, and for shared links if servers take no time, no window binds and inter-satellite links are
 not slower than the beam. Otherwise merging chunks are a fluid (error at most a chunk's transmission per server), of two

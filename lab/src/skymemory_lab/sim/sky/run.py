@@ -1,7 +1,7 @@
 """Runs of scenarios, cell by cell: by the satellites' and clients' own machines in virtual time, or by the physical
 model.
 
-Every latency comes with its lower bound and the model's time. A miss costs no time. Hosts share an index. A value is
+Every latency comes with its lower bound and the model's time. Misses cost no time. Hosts share an index. A value is
 stored at its last acknowledgement.
 """
 
@@ -52,7 +52,7 @@ _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 @unique
 class Unserved(StrEnum):
-    """Reason, beside a ``Miss`` of the client, why an operation failed or was not begun."""
+    """Reason, besides the client's ``Miss``, for an operation that failed or was not begun."""
 
     UNSEEN = "nothing in sight"
     FIRST_USE = "first use"
@@ -95,7 +95,7 @@ def run_cell(cell: Cell) -> CellResult:
     """Run a cell; results are the same on every computer and in every process.
 
     Raises:
-        InvalidInput: a place that sees nothing, a workload that is too large, or a file that cannot be read.
+        InvalidInput: a place that sees nothing, a too large workload, or an unreadable file.
     """
     try:
         return _run_cell(cell)
@@ -257,7 +257,7 @@ class _ByMachines(_Run):
         return is_running
 
     def _begin(self, request: _Request) -> None:
-        """Start an operation of a mix, or the gets of a request: its known blocks up to the first unknown block."""
+        """Start an operation of a mix, or the gets of a request up to its first unknown block."""
         first = request.operations[0]
         if first.put:
             self._put(request, 0)

@@ -76,7 +76,7 @@ MOST_OPERATIONS = 1_000_000
 MOST_SATELLITES = 100_000
 """Limit for a shell; the machines take about 50 KB per satellite."""
 MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
-"""Limits between element sets and the flown time: days, drift."""
+"""Limits between element sets and flown time: days, drift."""
 MOST_BYTES = 1 << 30
 _SHIPPED = "scenarios"
 _LOOK_S = 10.0
@@ -520,7 +520,7 @@ class Scenario:
         """Return the product of the sweep's lists, the last key varying fastest.
 
         Raises:
-            InvalidInput: too many, a key that does not exist, or a value that is impossible.
+            InvalidInput: too many, an unknown key, or an impossible value.
         """
         swept = _lists(self.source.get("sweep", {}))
         count = math.prod(len(values) for values in swept.values())
@@ -545,7 +545,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Combination of a sweep, picklable; complete except for named files, of which it has digests."""
+    """Picklable combination of a sweep; of named files it has digests."""
 
     number: int
     swept: tuple[tuple[str, Any], ...]
@@ -720,5 +720,5 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
 
 @lru_cache(maxsize=4)
 def _shells_of(content: str, skip_bad: bool) -> tuple[ClusteredShell, ...]:
-    """Cluster a file's content, which is the cache key because files may change between runs."""
+    """Cluster a file's content, the cache key, as files may change between runs."""
     return cluster(read_elements(content, skip_bad=skip_bad).elements).shells
