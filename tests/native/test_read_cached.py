@@ -34,6 +34,15 @@ def test_it_reads_what_was_just_written(fast: ModuleType, tmp_path: Path) -> Non
     assert head + out == data
 
 
+def test_what_cannot_be_read_without_waiting_is_not_read(fast: ModuleType) -> None:
+    """Files of /proc cannot, whatever the kernel has in memory."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc here")
+    with Path("/proc/self/status").open("rb") as opened:
+        assert opened.read()
+        assert fast.read_cached("/proc/self/status", bytearray(4), bytearray(4)) is None
+
+
 def test_nothing_is_read_of_what_is_not_a_file(impl: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x" * 100)
     (tmp_path / "link").symlink_to(tmp_path / "real")
