@@ -341,7 +341,7 @@ class Backends:
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
         policy = self.policy
-        if now_s < policy.sweep_s and not policy.doubted:
+        if now_s < policy.next_sweep_s and not policy.doubted:
             return NONE
         avoided = policy.avoided(client, now_s, is_retry=is_retry)
         if policy.decisions:
