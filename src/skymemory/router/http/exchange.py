@@ -1069,7 +1069,7 @@ def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> Non
         headers += b"Retry-After: %d\r\n" % max(1, error.retry_after_s)
     headers += header_lines(error.headers.items()) + b"Content-Type: application/json\r\n"
     body = body_of_error(incoming.path, error)
-    incoming.connection.respond(error.status, headers, body, close=not incoming.has_come)
+    incoming.connection.respond(error.status, headers, body, close=not incoming.is_body_complete)
 
 
 def internal_error() -> ApiError:
