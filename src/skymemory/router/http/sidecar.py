@@ -147,9 +147,9 @@ class SidecarProxy(Proxy):
     def _goes_to_server(self, path: str) -> bool:
         return path not in _OWN_PAGES
 
-    def _own(self, request: Incoming) -> None:
+    def _answer_own_page(self, request: Incoming) -> None:
         request.path = request.path.removeprefix(OWN)
-        super()._own(request)
+        super()._answer_own_page(request)
 
     def _on_request_end(self, request: Incoming, result: RequestLog) -> None:
         if request.path not in PROMPT_PATHS:
