@@ -133,7 +133,7 @@ class Exchanges:
     metrics: ProxyMetrics
     deferred: DeferredWork
     alone: Scheduler | None = None
-    """For requests that are not split into prefill and decode."""
+    """Scheduler of requests not split into prefill and decode."""
     room: WaitingRoom | None = None
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
