@@ -335,7 +335,7 @@ class FlightMachine:
     def _pass_figures(self) -> None:
         """What only the caller knows: how late the host is, and what waits there."""
         late = self.lateness
-        passed = late._worst_s, late._worst_at_s, late._on_time_s
+        passed = late._longest_wait_s, late._longest_wait_at_s, late._on_time_s
         if passed != self._passed_late:
             self._passed_late = passed
             self.lib.shim_set_lateness(self.it, *map(us, passed))

@@ -57,8 +57,8 @@ def _links(machine: SatelliteMachine, other: FlightMachine) -> bytes:
     packed = b""
     for name, neighbour in neighbours._neighbours.items():
         packed += _numbers(Address(*name).pack(), neighbour.down)
-    packed += b"".join(links._packed.values())
-    for ground, end in machine._router._grounds.items():
+    packed += b"".join(links._packed_declarations.values())
+    for ground, end in machine._router._ground_links.items():
         packed += _numbers(ground, other.link(end))
     return packed + _numbers(links.satellites_searched)
 
@@ -81,9 +81,9 @@ def _outbox(machine: SatelliteMachine, other: FlightMachine) -> bytes:
 
 def _history(machine: SatelliteMachine, other: FlightMachine) -> bytes:
     history, packed = machine._state.history, b""
-    for key, at_s in history._written.items():
+    for key, at_s in history._written_s.items():
         packed += key + _numbers(us(at_s))
-    for key, (until_s, setting) in history._deleted.items():
+    for key, (until_s, setting) in history._banned_until.items():
         packed += key + _numbers(us(until_s)) + (setting or bytes(12))
     return packed + b"".join(key + setting for key, setting in history.dead.items())
 

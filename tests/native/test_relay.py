@@ -167,7 +167,7 @@ class Crossing:
     def books(self) -> tuple[object, ...]:
         counters = {name: count for name, count in self.machine.counters.as_dict().items() if count}
         heard = [neighbour.heard_s for neighbour in self.machine.neighbours._neighbours.values()]
-        return counters, sorted(self.machine._router._grounds), sorted(self.machine.store.items()), heard
+        return counters, sorted(self.machine._router._ground_links), sorted(self.machine.store.items()), heard
 
 
 def ground(gateway: SatelliteId) -> Address:

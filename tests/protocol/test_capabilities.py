@@ -141,7 +141,7 @@ def test_an_operation_that_a_pong_does_not_name_is_not_asked(world, value_of):
 
 def test_who_says_that_it_knows_nothing_is_asked_for_signs_of_life_all_the_same(world):
     sky = world()
-    sky.host.machine._peers.peer(HERE).declares(Capabilities(1, 1, 0, 0), sky.now_s)
+    sky.host.machine._peers.peer(HERE).on_capabilities(Capabilities(1, 1, 0, 0), sky.now_s)
     assert sky.ask(Op.PING, b"", HERE).ok
 
 

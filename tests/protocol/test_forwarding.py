@@ -62,7 +62,7 @@ def test_known_ground_hosts_are_bounded_and_the_latest_stay():
     for ground in range(5000):
         router.remember(ground, ground)
         router.remember(1, "first")
-    assert len(router._grounds) == 4096 and router._grounds[1] == "first" and 0 not in router._grounds
+    assert len(router._ground_links) == 4096 and router._ground_links[1] == "first" and 0 not in router._ground_links
     assert router.heard_last(2) == [1, 4999]
 
 

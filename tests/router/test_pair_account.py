@@ -160,7 +160,7 @@ def happen(account: PairAccount, event: str, draw: int, now_s: float) -> None:
         calls[event]()
         return
     try:
-        if event == "prefill again" and account.is_open and account._prefilling:
+        if event == "prefill again" and account.is_open and account._is_prefilling:
             account.prefill_again(now_s, among)
         elif event == "decode again" and account.is_open:
             account.decode_again(now_s, among)

@@ -68,7 +68,7 @@ def test_little_is_kept_of_much() -> None:
     reader = UsageReader(b"application/json")
     for _ in range(40):
         reader.add(b"x" * 65536)
-    assert reader._kept is None
+    assert reader._json_pieces is None
 
 
 def test_where_an_event_of_ours_can_be_put() -> None:

@@ -165,16 +165,16 @@ def test_a_command_overheard_at_one_beam_is_worth_nothing_at_another() -> None:
     """
     with under_attack() as (store, attacker):
         machine, sent = store._driver.machine, list[bytes]()
-        original = machine._in_flight._queue
+        original = machine._in_flight._queue_packets
 
         def overheard(batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
             original(batch, beam, now_s)
             if beam != TARGET:
                 sent.extend(machine._in_flight.packets[-1][0].datagrams())
 
-        machine._in_flight._queue = overheard
+        machine._in_flight._queue_packets = overheard
         assert store.get_many([KEY]) == [VALUE] and sent
-        machine._in_flight._queue = original
+        machine._in_flight._queue_packets = original
         heard = sent.copy()
         for packet in heard:
             assert attacker.send(single(packet)) == "REFUSED"
@@ -198,14 +198,14 @@ def test_a_replayed_eviction_is_dropped_and_counted() -> None:
 def test_a_replayed_read_does_not_turn_answers_to_the_attacker() -> None:
     with under_attack() as (store, attacker):
         machine, sent = store._driver.machine, list[bytes]()
-        original = machine._in_flight._queue
+        original = machine._in_flight._queue_packets
 
         def overheard(batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
             original(batch, beam, now_s)
             if beam == TARGET:
                 sent.extend(machine._in_flight.packets[-1][0].datagrams())
 
-        machine._in_flight._queue = overheard
+        machine._in_flight._queue_packets = overheard
         assert store.get_many([KEY]) == [VALUE] and sent
         attacker.sock.settimeout(0.3)
         heard = sent.copy()

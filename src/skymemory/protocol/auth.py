@@ -71,14 +71,14 @@ class Authority:
     heard_by_wall: bool = False
     """True if the wall clock, which is ahead, is believed: for ``ALONE_S``, commands carried only its time."""
     _keys: tuple[KeyRing, dict[int, bytes]] | None = None
-    _changed_s: float = -math.inf
+    _clock_changed_s: float = -math.inf
 
     def on_refused(self, now_s: float) -> None:
         """Sign by the other clock, if the wall clock was set. Both are this computer's: a forged refusal gains
         nothing.
         """
-        if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._changed_s + _CHANGE_CLOCK_S:
-            self._changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
+        if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._clock_changed_s + _CHANGE_CLOCK_S:
+            self._clock_changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
 
     @property
     def mac_keys(self) -> dict[int, bytes]:
@@ -168,7 +168,7 @@ def stamp(time_us: int, sequence_count: int) -> int:
     return time_us << _SEQUENCE_BITS | sequence_count
 
 
-class _Seen:
+class _SeenNumbers:
     __slots__ = ("earlier", "floor", "newest", "recent")
 
     def __init__(self, floor: int) -> None:
@@ -206,7 +206,7 @@ class ReplayWindow:
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
-        self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
+        self._senders: OrderedDict[Sender, _SeenNumbers] = OrderedDict()
         self._forgotten: OrderedDict[Sender, int] = OrderedDict()
 
     def first(self, sender: Sender, number: int) -> bool:
@@ -217,17 +217,17 @@ class ReplayWindow:
         """Remember all and return True, or remember none if any is not new."""
         return self._get_record(sender).all_first(numbers)
 
-    def _get_record(self, sender: Sender) -> _Seen:
+    def _get_record(self, sender: Sender) -> _SeenNumbers:
         record = self._senders.get(sender)
         if record is None:
-            record = self._senders[sender] = _Seen(max(self._floor, self._forgotten.pop(sender, self._floor)))
+            record = self._senders[sender] = _SeenNumbers(max(self._floor, self._forgotten.pop(sender, self._floor)))
             if len(self._senders) > MAX_SENDERS:
-                self._forget(*self._senders.popitem(last=False))
+                self._forget_sender(*self._senders.popitem(last=False))
         else:
             self._senders.move_to_end(sender)
         return record
 
-    def _forget(self, sender: Sender, record: _Seen) -> None:
+    def _forget_sender(self, sender: Sender, record: _SeenNumbers) -> None:
         self._forgotten[sender] = record.newest
         too_old = record.newest - stamp(_PASSED_US, 0)
         while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < too_old:
@@ -259,7 +259,7 @@ class SatelliteGate:
         self._refuse = refuse
         self._began_s = now_s
         self._window = ReplayWindow(microseconds(now_s - START_GRACE_S))
-        self._commanded = False
+        self._has_authentic_command = False
         self._guarded_s = now_s
         self._answered_to_us = microseconds(now_s)
 
@@ -272,9 +272,9 @@ class SatelliteGate:
         self._guarded_s = now_s
         authority = self._authority
         signer = authority.signing_key_id(now_s) if authority.signed_answers else 0
-        return authority.mac_keys, microseconds(now_s), _MAX_SKEW_US, self._are_first, signer
+        return authority.mac_keys, microseconds(now_s), _MAX_SKEW_US, self._record_if_all_new, signer
 
-    def _are_first(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:
+    def _record_if_all_new(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:
         self._authority.heard_s = self._guarded_s
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
@@ -283,18 +283,18 @@ class SatelliteGate:
         alone proves the link's other end.
         """
         admitted: list[Run] = []
-        self._commanded = False
+        self._has_authentic_command = False
         for view, size in runs:
             if size <= 0:
                 admitted.append((view, size))  # malformed: the machine counts it
             elif native.same_journey(view, size):
-                self._admit(view, size, source, now_s, admitted)
+                self._admit_run(view, size, source, now_s, admitted)
             else:
                 for at in range(0, len(view), size):
-                    self._admit(view[at : at + size], size, source, now_s, admitted)
-        return admitted, self._commanded
+                    self._admit_run(view[at : at + size], size, source, now_s, admitted)
+        return admitted, self._has_authentic_command
 
-    def _admit(self, view: memoryview, size: int, source: LinkEnd, now_s: float, admitted: list[Run]) -> None:
+    def _admit_run(self, view: memoryview, size: int, source: LinkEnd, now_s: float, admitted: list[Run]) -> None:
         sky = header_start(view)
         if len(view) < sky + SKY_BYTES:
             admitted.append((view, size))  # malformed: the machine counts it
@@ -303,13 +303,13 @@ class SatelliteGate:
         command = bool(view[0] & COMMAND_BIT)
         if not isinstance(source, SatelliteId):
             if command:
-                keep = self._from_ground(view, size, source, now_s)
+                keep = self._check_ground_commands(view, size, source, now_s)
             else:  # ground hosts send no answers: an answer from there would be mistaken for another satellite's
                 keep = bytes(-(-len(view) // size))
-                self._turn_away(view, size, keep, source, now_s)
+                self._count_and_refuse(view, size, keep, source, now_s)
         elif to_me and command:
-            keep = self._authentic(view, size, source, now_s)
-            self._commanded |= any(keep)
+            keep = self._check_commands(view, size, source, now_s)
+            self._has_authentic_command |= any(keep)
         elif to_me and self._authority.every_packet:
             keep, wrong = check_answers(self._authority, view, size)
             self._counters.add("packets_received", len(wrong))
@@ -319,23 +319,23 @@ class SatelliteGate:
             return
         admitted += plain_run(view, size, sky, keep) if to_me else kept_runs(view, size, keep)
 
-    def _from_ground(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
+    def _check_ground_commands(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
         """Refuse commands overheard in another beam: a repeater would get their answers."""
         starts = range(0, len(view), size)
         ours = bytes(view[at:][_SOURCE] == self._our_beam for at in starts)
         if all(ours):
-            return self._authentic(view, size, source, now_s)
+            return self._check_commands(view, size, source, now_s)
         keep = bytearray()
         for at, mine in zip(starts, ours, strict=True):
             packet = view[at : at + size]
             if mine:
-                keep += self._authentic(packet, len(packet), source, now_s)
+                keep += self._check_commands(packet, len(packet), source, now_s)
             else:
                 keep += b"\0"
-                self._turn_away(packet, len(packet), b"\0", source, now_s)
+                self._count_and_refuse(packet, len(packet), b"\0", source, now_s)
         return bytes(keep)
 
-    def _authentic(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
+    def _check_commands(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
         authority, keys = self._authority, self._authority.mac_keys
         by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
         times = by_now
@@ -360,7 +360,7 @@ class SatelliteGate:
             self._counters.add("packets_received", replayed)
             self._counters.add("packets_replayed", replayed)
         if not all(authentic):
-            self._turn_away(view, size, authentic, source, now_s)
+            self._count_and_refuse(view, size, authentic, source, now_s)
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
@@ -375,15 +375,20 @@ class SatelliteGate:
         is_current = any(abs((low - us + (1 << 31)) % (1 << 32) - (1 << 31)) <= _MAX_SKEW_US for us in clocks_us)
         return is_current and _sender(packet)[0] in self._authority.mac_keys
 
-    def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
+    def _count_and_refuse(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
         """Count packets not admitted; answer a ground host's first sound command."""
         packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
         valid = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
-        if valid and valid[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
+        if (
+            valid
+            and valid[0][0] & COMMAND_BIT
+            and not isinstance(source, SatelliteId)
+            and self._may_answer_refusal(now_s)
+        ):
             self._refuse(valid[0], source, now_s)
 
-    def _may_answer(self, now_s: float) -> bool:
+    def _may_answer_refusal(self, now_s: float) -> bool:
         now_us = microseconds(now_s)
         answered_to_us = max(self._answered_to_us, now_us) + 1_000_000 // REFUSALS_PER_S
         if answered_to_us > now_us + 1_000_000:
@@ -456,13 +461,13 @@ class ClientGate:
         admitted: list[Run] = []
         for view, size in runs:
             if size <= 0 or native.same_journey(view, size):
-                self._admit(view, size, admitted)
+                self._admit_run(view, size, admitted)
             else:
                 for at in range(0, len(view), size):
-                    self._admit(view[at : at + size], size, admitted)
+                    self._admit_run(view[at : at + size], size, admitted)
         return admitted
 
-    def _admit(self, view: memoryview, size: int, admitted: list[Run]) -> None:
+    def _admit_run(self, view: memoryview, size: int, admitted: list[Run]) -> None:
         if size <= 0 or len(view) <= _STATUS_AT:
             admitted.append((view, size))  # malformed: the machine counts it
         elif self.admits_plain_data and not view[0] & COMMAND_BIT and view[_ANSWER_AT] == Op.DATA:

@@ -267,7 +267,7 @@ class Locator:
         self.moves: Moves = clock.moves(now_s)
         self.before: Moves = self.moves
         self.next_move_s = clock.next_move_s(now_s)
-        self._pushing = Throttle(_PUSHES_AT_ONCE, 0.0)
+        self._push_throttle = Throttle(_PUSHES_AT_ONCE, 0.0)
 
     @property
     def pushed(self) -> Moves:
@@ -277,9 +277,9 @@ class Locator:
         if pushed == self.pushed:
             return True
         steps = (abs(new - old) for new, old in zip(pushed, self.pushed, strict=True))
-        if max(map(abs, pushed)) > MOST_PUSHED or max(steps) > most or not self._pushing.is_open(now_s):
+        if max(map(abs, pushed)) > MOST_PUSHED or max(steps) > most or not self._push_throttle.is_open(now_s):
             return False
-        self._pushing.done(now_s)
+        self._push_throttle.done(now_s)
         return True
 
     def push_to(self, pushed: Moves) -> None:
@@ -292,7 +292,7 @@ class Locator:
         if moves == self.moves:
             return False
         self.before, self.moves = self.moves, moves
-        self._forget()
+        self._clear_homes()
         return True
 
     def next_timer_s(self) -> float:
@@ -324,7 +324,7 @@ class Locator:
         satellite = self._homes.get(tag)
         if satellite is None:
             if len(self._homes) > _REMEMBERED_TAGS:
-                self._forget()
+                self._clear_homes()
             servers, number = int.from_bytes(tag[0:2], "big"), int.from_bytes(tag[2:4], "big")
             set_slot_moves = int.from_bytes(tag[8:12], "big", signed=True)
             set_plane_moves = int.from_bytes(tag[12:16], "big", signed=True)
@@ -335,7 +335,7 @@ class Locator:
                 self.settled.add(tag)
         return satellite
 
-    def _forget(self) -> None:
+    def _clear_homes(self) -> None:
         self._homes.clear()
         self.settled.clear()
 
@@ -349,14 +349,14 @@ class FollowedClock:
     """
 
     def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
-        self._base = clock
+        self._own_clock = clock
         self._clock = clock
         self._counters = counters if counters is not None else Counters()
         self._latest: Moves | None = None
         self._same_from_s = self._same_until_s = math.inf
-        self._since: dict[tuple[Moves, str, int], list[Moves]] = {}
-        self._since_at: tuple[MoveClock, Moves] | None = None
-        self._before: deque[Moves] = deque(maxlen=_REMEMBERED_MOVES)
+        self._moves_since_set: dict[tuple[Moves, str, int], list[Moves]] = {}
+        self._moves_since_valid_at: tuple[MoveClock, Moves] | None = None
+        self._earlier_moves: deque[Moves] = deque(maxlen=_REMEMBERED_MOVES)
         self._reports: dict[SatelliteId, tuple[Moves, float]] = {}
 
     def moves(self, now_s: float) -> Moves:
@@ -367,11 +367,11 @@ class FollowedClock:
         self._same_from_s, self._same_until_s = now_s, math.inf if next_s is None else next_s
         if moves != self._latest:
             if self._latest is None:  # the moves before the start follow from the clock
-                self._before.extend(dict.fromkeys(self._clock.moves_before(now_s, _REMEMBERED_MOVES)))
-            if moves in self._before:
-                self._before.remove(moves)
+                self._earlier_moves.extend(dict.fromkeys(self._clock.moves_before(now_s, _REMEMBERED_MOVES)))
+            if moves in self._earlier_moves:
+                self._earlier_moves.remove(moves)
             if self._latest is not None:
-                self._before.appendleft(self._latest)
+                self._earlier_moves.appendleft(self._latest)
             self._latest = moves
         return moves
 
@@ -405,30 +405,30 @@ class FollowedClock:
         """Record a count in an answer: right if it was right a round trip ago."""
         ours = self.moves(now_s)
         if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
-            added = self._added
+            added = self._adopted_push
         else:
-            base = self._base.moves(now_s)
+            base = self._own_clock.moves(now_s)
             added = moves[0] - base[0], moves[1] - base[1]
         self._reports.pop(satellite, None)
         self._reports[satellite] = added, now_s
         if len(self._reports) > LISTENERS:
             del self._reports[next(iter(self._reports))]
-        if added != self._added:
-            self._reconsider(now_s)
+        if added != self._adopted_push:
+            self._adopt_majority(now_s)
             agreed = self.moves(now_s)
             if max(abs(moves[0] - agreed[0]), abs(moves[1] - agreed[1])) > TOLERATED_STEPS:
                 self._counters.add("clocks_beyond_bound")
 
     @property
-    def _added(self) -> Moves:
-        now, base = self._clock.pushed, self._base.pushed
+    def _adopted_push(self) -> Moves:
+        now, base = self._clock.pushed, self._own_clock.pushed
         return now[0] - base[0], now[1] - base[1]
 
-    def _reconsider(self, now_s: float) -> None:
+    def _adopt_majority(self, now_s: float) -> None:
         reports = [added for added, reported_s in self._reports.values() if reported_s >= now_s - _REPORT_KEPT_S]
         added, count = Tally(reports).most_common(1)[0]
-        if added != self._added and count >= _LEAST_AGREEING and 2 * count > len(reports):
-            self._clock = self._base.push(*added)
+        if added != self._adopted_push and count >= _LEAST_AGREEING and 2 * count > len(reports):
+            self._clock = self._own_clock.push(*added)
             self._same_from_s = self._same_until_s = math.inf
             self._counters.add("clock_corrected")
             self.moves(now_s)
@@ -436,15 +436,17 @@ class FollowedClock:
     def nearby(self, now_s: float) -> list[Moves]:
         """Return counts at which a chunk may have been left or be expected already."""
         r, p = self.moves(now_s)
-        base = self._base.moves(now_s)
+        base = self._own_clock.moves(now_s)
         reported = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._reports.values())]
-        return list(dict.fromkeys([(r, p), *self._before, *reported, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))
+        return list(
+            dict.fromkeys([(r, p), *self._earlier_moves, *reported, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)])
+        )
 
     def everywhere(self, now_s: float, set_moves: Moves, placement: Placement) -> list[Moves]:
         """Return counts that cover every satellite that may hold a chunk set at ``set_moves``."""
         value = set_moves, placement.strategy, placement.servers
-        if self._since_at != (self._clock, self.moves(now_s)):
-            self._since, self._since_at = {}, (self._clock, self.moves(now_s))
-        if value not in self._since:
-            self._since[value] = self._clock.moves_since(set_moves, placement, now_s)
-        return list(dict.fromkeys([*self.nearby(now_s), *self._since[value]]))
+        if self._moves_since_valid_at != (self._clock, self.moves(now_s)):
+            self._moves_since_set, self._moves_since_valid_at = {}, (self._clock, self.moves(now_s))
+        if value not in self._moves_since_set:
+            self._moves_since_set[value] = self._clock.moves_since(set_moves, placement, now_s)
+        return list(dict.fromkeys([*self.nearby(now_s), *self._moves_since_set[value]]))

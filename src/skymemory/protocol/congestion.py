@@ -28,27 +28,27 @@ class RoundTrip:
     def forget(self) -> None:
         self.smoothed_s = self.latest_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
-        self._measured = False
+        self._is_measured = False
 
     def rerouted(self) -> None:
         """Assume the longest round trip until the new route is measured."""
         self.smoothed_s = self._longest_s
-        self._measured = False
+        self._is_measured = False
 
     def sample(self, round_trip_s: float) -> None:
         self.latest_s = round_trip_s
         if round_trip_s > self._longest_s:
             self._longest_s = round_trip_s
-        if not self._measured:
+        if not self._is_measured:
             self.smoothed_s, self._deviation_s = round_trip_s, round_trip_s / 2
-            self._measured = True
+            self._is_measured = True
             return
         self._deviation_s += (abs(round_trip_s - self.smoothed_s) - self._deviation_s) / 4
         self.smoothed_s += (round_trip_s - self.smoothed_s) / 8
 
     def timeout_s(self) -> float:
         """Return ``SRTT + 4·VAR``, at least 20 ms above SRTT."""
-        if not self._measured:
+        if not self._is_measured:
             return 2 * self.smoothed_s + 2.5 * RTO_FLOOR_S
         return min(max(self.smoothed_s + 4 * self._deviation_s, self.smoothed_s + RTO_FLOOR_S), RTO_CEILING_S)
 
@@ -69,8 +69,8 @@ class Window:
         self._floor_bytes = min(floor_bytes, limit_bytes)
         self.size_bytes = limit_bytes
         self.in_flight_bytes = 0
-        self._cut_until_s = 0.0
-        self._uncut_bytes = 0
+        self._halved_until_s = 0.0
+        self._bytes_before_halving = 0
 
     def offer(self, limit_bytes: int) -> None:
         if self._most_bytes is not None:
@@ -102,14 +102,14 @@ class Window:
         self.in_flight_bytes = max(0, self.in_flight_bytes - size_bytes)
 
     def lost(self, now_s: float, round_trip_s: float) -> None:
-        if now_s >= self._cut_until_s:
-            self._uncut_bytes = self.size_bytes
+        if now_s >= self._halved_until_s:
+            self._bytes_before_halving = self.size_bytes
             self.size_bytes = max(self._floor_bytes, self.size_bytes // 2)
-            self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
+            self._halved_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
 
     def not_lost(self) -> None:
         """Undo the last cut: the answer was only late."""
-        self.size_bytes = max(self.size_bytes, min(self._uncut_bytes, self.limit_bytes))
+        self.size_bytes = max(self.size_bytes, min(self._bytes_before_halving, self.limit_bytes))
 
 
 QUEUE_S = 0.02
@@ -125,11 +125,13 @@ def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int
 
 
 class Credit:
+    """Equal shares of a receive buffer for recent senders."""
+
     def __init__(self, buffer_bytes: int, least_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._least_bytes = min(least_bytes, buffer_bytes)
         self._senders: set[int] = set()
-        self._before = 0
+        self._senders_before = 0
         self._until_s = -math.inf
         self.each_bytes = buffer_bytes
 
@@ -137,11 +139,11 @@ class Credit:
         if now_s < self._until_s and sender in self._senders:
             return
         if now_s >= self._until_s:
-            self._before = len(self._senders) if now_s < self._until_s + SENDERS_PERIOD_S else 0
+            self._senders_before = len(self._senders) if now_s < self._until_s + SENDERS_PERIOD_S else 0
             self._senders.clear()
             self._until_s = now_s + SENDERS_PERIOD_S
         self._senders.add(sender)
-        senders = max(len(self._senders), self._before)
+        senders = max(len(self._senders), self._senders_before)
         self.each_bytes = max(self._least_bytes, self._buffer_bytes // senders)
 
 

@@ -105,10 +105,10 @@ class Backends:
         for name, backend in wanted.items():
             known = self.known.get(name)
             if known is None:
-                self._add(backend)
+                self._add_server(backend)
                 added.append(name)
                 continue
-            backend = self._with_role_of_now(known, backend)
+            backend = self._with_current_role(known, backend)
             picker = self._picker_of(known)
             if self._decode is not None and self._picker_for(backend) is not picker:
                 known.leaving = known.server.draining = True
@@ -121,22 +121,22 @@ class Backends:
                 )
                 known.server.healthy, known.server.reported = True, None
                 self.policy.remove(name)
-                self._judge(known)
+                self._add_to_policy(known)
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
             known.next_backend = None
         self.remove_drained()
         self._index_names()
         return added, leave
 
-    def _add(self, backend: Backend) -> None:
+    def _add_server(self, backend: Backend) -> None:
         picker = self._picker_for(backend)
         known = KnownServer(backend, picker.fleet.add(backend.name), configured_role=backend.role)
         known.answers = self._decode is None or picker is self._decode
         known.server.draining = backend.drain
         self.known[backend.name] = known
-        self._judge(known)
+        self._add_to_policy(known)
 
-    def _judge(self, known: KnownServer) -> None:
+    def _add_to_policy(self, known: KnownServer) -> None:
         # If prefill and decode are separate, a decode server can replace the last prefill server. So none is a last
         # resort.
         self.policy.add(known.backend.name, known.answers, is_last_resort=self._decode is None)
@@ -173,7 +173,7 @@ class Backends:
         known.server.draining = known.leaving or known.backend.drain
         self._index_names()
 
-    def _with_role_of_now(self, known: KnownServer, backend: Backend) -> Backend:
+    def _with_current_role(self, known: KnownServer, backend: Backend) -> Backend:
         """Keep an elastic server's current role unless its configured role has changed."""
         if backend.elastic and backend.role == known.configured_role:
             return replace(backend, role=(known.next_backend or known.backend).role)
@@ -184,7 +184,7 @@ class Backends:
         if backend.url != known.backend.url:  # a different server with the same name
             del self.known[backend.name]
             self.policy.remove(backend.name)
-            self._add(backend)
+            self._add_server(backend)
             return
         # It is the same process: health, models and load stay valid.
         before, picker = known.server, self._picker_for(backend)
@@ -192,7 +192,7 @@ class Backends:
         server.healthy, server.draining, server.reported = before.healthy, backend.drain, before.reported
         known.backend, known.answers = backend, picker is self._decode
         known.leaving, known.next_backend = False, None
-        self._judge(known)
+        self._add_to_policy(known)
 
     def _picker_for(self, backend: Backend) -> Picker:
         return self._picker if self._decode is None or backend.role == PREFILL else self._decode
@@ -303,52 +303,52 @@ class Backends:
         only_decodes = self._decode is not None and known.answers
         return bool(max_waiting) and known.server.prefilling >= max_waiting and not only_decodes
 
-    # Failures: the policy decides, and `_apply` carries out its decisions.
+    # Failures: the policy decides, and `_apply_decisions` carries out its decisions.
 
     def on_answer(
         self, attempts: Attempts, name: str, now_s: float, is_good: bool = True, is_whole: bool = True
     ) -> None:
         self.policy.on_answer(attempts, name, now_s, is_good, is_whole)
         if self.policy.decisions:
-            self._apply()
+            self._apply_decisions()
 
     def on_complete(self, attempts: Attempts, name: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
         self.policy.on_complete(attempts, name, now_s, pieces, is_good)
         if self.policy.decisions:
-            self._apply()
+            self._apply_decisions()
 
     def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
         self.policy.on_fault(attempts, name, fault, now_s, wait_s)
-        self._apply()
+        self._apply_decisions()
 
     def on_end(self, attempts: Attempts, now_s: float) -> None:
         self.policy.on_end(attempts, now_s)
-        self._apply()
+        self._apply_decisions()
 
     def on_dropped(self, attempts: Attempts, name: str, now_s: float) -> None:
         self.policy.on_dropped(attempts, name, now_s)
-        self._apply()
+        self._apply_decisions()
 
     def on_check(
         self, name: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
     ) -> None:
         self.policy.on_check(name, why, began_s, now_s, is_refused=is_refused, is_reached=is_reached)
-        self._apply()
+        self._apply_decisions()
 
     def review(self, now_s: float) -> None:
         self.policy.sweep(now_s)
-        self._apply()
+        self._apply_decisions()
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
         policy = self.policy
-        if now_s < policy.sweep_s and not policy.doubted:
+        if now_s < policy.next_sweep_s and not policy.doubted:
             return NONE
         avoided = policy.avoided(client, now_s, is_retry=is_retry)
         if policy.decisions:
-            self._apply()
+            self._apply_decisions()
         return avoided
 
-    def _apply(self) -> None:
+    def _apply_decisions(self) -> None:
         if self._is_applying:
             return  # called by a request that moves on: the outer loop applies its decisions
         self._is_applying = True
@@ -356,11 +356,11 @@ class Backends:
             while self.policy.decisions:
                 for decision in self.policy.take_decisions():
                     if (known := self.known.get(decision.server)) is not None:
-                        self._apply_to(known, decision)
+                        self._apply_decision(known, decision)
         finally:
             self._is_applying = False
 
-    def _apply_to(self, known: KnownServer, decision: ServerDecision) -> None:
+    def _apply_decision(self, known: KnownServer, decision: ServerDecision) -> None:
         name = decision.server
         match decision.kind:
             case "check":
@@ -394,7 +394,7 @@ class Backends:
             return
         work = report.tokens, report.running, report.kv_usage
         self.policy.on_metrics(name, report.at_s, known.work not in (None, work))
-        self._apply()
+        self._apply_decisions()
         known.work = work
         if not report.adapters <= self.adapters.keys():
             self._index_names()

@@ -54,7 +54,7 @@ class PrefixState:
         self._settings = settings
         self._fleet = fleet
         self._kind = kind_of_blocks(settings)
-        self.scorer = self._scorer(settings)
+        self.scorer = self._create_scorer(settings)
         self._index = getattr(self.scorer, "index", None)
         if settings.state is not None and not isinstance(self._index, ApproximatePrefixIndex):
             raise InvalidInput(f"state: strategy {self.scorer.name!r} has no index that can be kept in a file")
@@ -62,7 +62,7 @@ class PrefixState:
         if isinstance(self._index, SharedPrefixIndex):
             self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
-        self._keeps = settings.state is not None
+        self._may_save = settings.state is not None
         """False if the file is not written, such as a later release's."""
         self.unsaved = ""
 
@@ -74,7 +74,7 @@ class PrefixState:
                 log.info("prefix index: %d blocks loaded from %s", blocks, self._settings.state)
             except LaterFile as error:
                 self.unsaved = f"the prefix index is not saved: {error}, and the file is not overwritten"
-                self._keeps = False
+                self._may_save = False
                 log.warning("the prefix index starts empty: %s", self.unsaved)
             except InvalidInput as error:
                 log.warning("the prefix index starts empty: %s", error)
@@ -106,7 +106,7 @@ class PrefixState:
 
     async def _save(self) -> int:
         index, path = self._index, self._settings.state
-        if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
+        if path is None or not self._may_save or not isinstance(index, ApproximatePrefixIndex):
             return 0
         blocks_by_server = {}
         for name, slot in self._slots().items():
@@ -125,7 +125,7 @@ class PrefixState:
     def _slots(self) -> dict[str, int]:
         return {server.name: server.slot for server in self._fleet}
 
-    def _scorer(self, settings: Settings) -> Scorer:
+    def _create_scorer(self, settings: Settings) -> Scorer:
         name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), bool(settings.replicas.redis)
         if settings.cost is not None and name != DEFAULT and not settings.splits:
             raise InvalidInput(f"cost: strategy {name!r} does not estimate seconds; {DEFAULT!r} does")

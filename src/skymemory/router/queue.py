@@ -109,12 +109,12 @@ class RequestQueue:
         self._order: list[int] = []
         """Negated priorities in use, ascending."""
         self._deadlines: list[tuple[float, int]] = []
-        self._left: list[tuple[QueueEntry, Refusal]] = []
-        self._numbers = 0
+        self._overdue_entries: list[tuple[QueueEntry, Refusal]] = []
+        self._last_number = 0
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
 
-    # `_put` and `_remove` keep the four places of an entry consistent:
+    # `_add_entry` and `_remove_entry` keep the four places of an entry consistent:
     #   _waiting             entries by number. A number that is not in it is stale in every heap.
     #   _deadlines           heap of all entries, for `expire`
     #   _levels[-priority]   tenants (flows); each has a heap per group (next to serve) and `latest` (next to evict)
@@ -131,50 +131,51 @@ class RequestQueue:
 
     @property
     def next_deadline_s(self) -> float:
-        if self._left:
+        if self._overdue_entries:
             return -math.inf
         self._drop_stale(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def offer(self, entry: QueueEntry, now_s: float) -> list[tuple[QueueEntry, Refusal]] | Refusal:
         """Queue a request: return its refusal, or the entries evicted for it."""
-        self._sweep(now_s)
+        self._collect_overdue(now_s)
         settings = self.settings
         entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
-        refusal = self._hopeless(entry, now_s)
+        refusal = self._get_refusal_at_once(entry, now_s)
         if refusal is not None:
             return self._record_refusal(entry, refusal)
-        self._numbers += 1
-        entry._number = self._numbers
+        self._last_number += 1
+        entry._number = self._last_number
         if not self._waiting:
             self._rate.begins(now_s)
         # The entry is put in first and may itself be the victim, so that a single rule decides who leaves. In that case
         # the entries evicted for it are put back with their former tags, as if it had never been offered.
-        self._put(entry)
+        self._add_entry(entry)
         victims: list[tuple[QueueEntry, _Flow]] = []
         while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
-            victim = self._least_urgent()
-            flow = self._flow(victim)
-            self._remove(victim)
+            victim = self._find_least_urgent()
+            flow = self._get_flow(victim)
+            self._remove_entry(victim)
             if victim is entry:
                 for evicted, former in reversed(victims):
-                    self._put(evicted, former)
+                    self._add_entry(evicted, former)
                 words = f"{len(self._waiting)} requests wait already, and it would be the least urgent of them"
                 retry_s = self.retry_after_s(entry.request.priority, now_s)
                 return self._record_refusal(entry, Refusal(words, retry_s, kind="queue"))
             victims.append((victim, flow))
         return [
-            (evicted, self._record_refusal(evicted, self._pushed_out(evicted, entry, now_s))) for evicted, _ in victims
+            (evicted, self._record_refusal(evicted, self._get_eviction_refusal(evicted, entry, now_s)))
+            for evicted, _ in victims
         ]
 
     def next(self, now_s: float, fits: Callable[[QueueEntry], bool] = lambda _: True) -> QueueEntry | None:
         """Remove and return the entry to serve now; None: no entry ``fits``."""
-        self._sweep(now_s)
+        self._collect_overdue(now_s)
         if not self._waiting:
             return None
         able: dict[Hashable, bool] = {}
         for negated in self._order:
-            entry = self._first_of(self._levels[negated], fits, able)
+            entry = self._find_first_that_fits(self._levels[negated], fits, able)
             if entry is not None:
                 break
         else:
@@ -184,14 +185,14 @@ class RequestQueue:
 
     def expire(self, now_s: float) -> list[tuple[QueueEntry, Refusal]]:
         """Remove and return overdue entries."""
-        self._sweep(now_s)
-        expired, self._left = self._left, []
+        self._collect_overdue(now_s)
+        expired, self._overdue_entries = self._overdue_entries, []
         return expired
 
     def cancel(self, entry: QueueEntry) -> bool:
         if self._waiting.get(entry._number) is not entry:
             return False
-        self._remove(entry)
+        self._remove_entry(entry)
         self._figures_of(entry).cancelled += 1
         return True
 
@@ -200,7 +201,7 @@ class RequestQueue:
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
             return  # the level was empty in the meantime, and its tags have restarted
-        difference = (work - entry.work) / self._weight(tenant)
+        difference = (work - entry.work) / self._get_weight(tenant)
         flow = level.flows.get(tenant)
         if flow is not None:
             level.move(flow, flow.start + difference)
@@ -210,7 +211,7 @@ class RequestQueue:
     def retry_after_s(self, priority: int, now_s: float) -> float:
         """Estimate the time to serve all entries of this and higher priorities."""
         rate = self._rate.of(now_s)
-        return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
+        return max(RETRY_S, self._get_work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
         """Return metrics by priority and tenant: those with a weight, ``other``, ``unknown`` (no name)."""
@@ -218,14 +219,14 @@ class RequestQueue:
 
     # Service
 
-    def _first_of(
+    def _find_first_that_fits(
         self, level: _Level, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
     ) -> QueueEntry | None:
         """Return the first entry that fits. Skipped tenants stay ahead of the served tenant."""
         skipped: list[_Flow] = []
         entry = None
         while (flow := level.first()) is not None:
-            entry = self._first_of_flow(flow, fits, able)
+            entry = self._find_first_of_flow(flow, fits, able)
             if entry is not None or all(able.get(group) is False for group in level.groups):
                 break
             skipped.append(level.skip())
@@ -237,7 +238,7 @@ class RequestQueue:
             )
         return entry
 
-    def _first_of_flow(
+    def _find_first_of_flow(
         self, flow: _Flow, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
     ) -> QueueEntry | None:
         best: tuple[float, int] | None = None
@@ -252,14 +253,14 @@ class RequestQueue:
         return None if best is None else self._waiting[best[1]]
 
     def _serve(self, entry: QueueEntry, now_s: float) -> None:
-        level, flow = self._levels[-entry.request.priority], self._flow(entry)
+        level, flow = self._levels[-entry.request.priority], self._get_flow(entry)
         # The virtual time follows the served tag (start-time fair queueing), and rises by at least the work per weight
         # of all waiting tenants. Otherwise new tenants, which start at the virtual time, would always precede older
         # tenants.
         work = max(1.0, entry.work)
         level.virtual = max(flow.start, level.virtual + work / max(level.weight, flow.weight))
         level.move(flow, flow.start + work / flow.weight)
-        self._remove(entry)
+        self._remove_entry(entry)
         self._rate.served(entry.work, now_s)
         figures = self._figures_of(entry)
         figures.served += 1
@@ -267,9 +268,9 @@ class RequestQueue:
 
     # Refusal and eviction
 
-    def _hopeless(self, entry: QueueEntry, now_s: float) -> Refusal | None:
+    def _get_refusal_at_once(self, entry: QueueEntry, now_s: float) -> Refusal | None:
         if now_s >= entry._leave_s:
-            return self._over(entry, now_s)
+            return self._get_overdue_refusal(entry, now_s)
         settings = self.settings
         if not settings.most_requests:
             return Refusal("no server has room, and queueing is off", RETRY_S, kind="queue")
@@ -278,14 +279,16 @@ class RequestQueue:
             return Refusal(words, self.retry_after_s(entry.request.priority, now_s), kind="queue")
         return None
 
-    def _sweep(self, now_s: float) -> None:
+    def _collect_overdue(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             entry = self._waiting.get(heappop(self._deadlines)[1])
             if entry is not None:
-                self._remove(entry)
-                self._left.append((entry, self._record_refusal(entry, self._over(entry, now_s))))
+                self._remove_entry(entry)
+                self._overdue_entries.append(
+                    (entry, self._record_refusal(entry, self._get_overdue_refusal(entry, now_s)))
+                )
 
-    def _over(self, entry: QueueEntry, now_s: float) -> Refusal:
+    def _get_overdue_refusal(self, entry: QueueEntry, now_s: float) -> Refusal:
         retry_s = self.retry_after_s(entry.request.priority, now_s)
         waited_s = max(0.0, now_s - entry.arrived_s)
         if entry.slo is not None and _promise_s(entry) <= self.settings.most_wait_s:
@@ -294,13 +297,13 @@ class RequestQueue:
             return Refusal(words, retry_s, kind="ttft")
         return Refusal(f"it waited {waited_s:.3g} s for a server with room, the longest allowed", retry_s, kind="queue")
 
-    def _least_urgent(self) -> QueueEntry:
+    def _find_least_urgent(self) -> QueueEntry:
         flow = self._levels[self._order[-1]].largest()
         while -flow.latest[0][1] not in self._waiting:
             heappop(flow.latest)
         return self._waiting[-flow.latest[0][1]]
 
-    def _pushed_out(self, entry: QueueEntry, by: QueueEntry, now_s: float) -> Refusal:
+    def _get_eviction_refusal(self, entry: QueueEntry, by: QueueEntry, now_s: float) -> Refusal:
         kind, why = "queue", "with an earlier deadline"
         if entry.request.priority != by.request.priority:
             kind, why = "priority", f"of priority {by.request.priority}"
@@ -311,7 +314,7 @@ class RequestQueue:
 
     # Bookkeeping
 
-    def _put(self, entry: QueueEntry, former: _Flow | None = None) -> None:
+    def _add_entry(self, entry: QueueEntry, former: _Flow | None = None) -> None:
         """Add an entry to its four places. ``former``: flow whose tag and rank its tenant gets back."""
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
@@ -322,7 +325,7 @@ class RequestQueue:
         entry._level = level
         flow = level.flows.get(request.tenant)
         if flow is None:
-            flow = level.join(request.tenant, self._weight(request.tenant), number, former)
+            flow = level.join(request.tenant, self._get_weight(request.tenant), number, former)
         lane = flow.lanes.get(entry.group)
         if lane is None:
             lane = flow.lanes[entry.group] = []
@@ -338,15 +341,15 @@ class RequestQueue:
         self.size_bytes += entry.size_bytes
         flow.requests += 1
         flow.size_bytes += entry.size_bytes
-        level.grown(flow, self._part(flow))
+        level.grown(flow, self._get_part(flow))
         figures = self._figures_of(entry)
         figures.requests += 1
         figures.size_bytes += entry.size_bytes
 
-    def _remove(self, entry: QueueEntry) -> None:
+    def _remove_entry(self, entry: QueueEntry) -> None:
         del self._waiting[entry._number]
         negated = -entry.request.priority
-        level, flow = self._levels[negated], self._flow(entry)
+        level, flow = self._levels[negated], self._get_flow(entry)
         figures = self._figures_of(entry)
         figures.requests -= 1
         figures.size_bytes -= entry.size_bytes
@@ -362,7 +365,7 @@ class RequestQueue:
         if not level.groups[entry.group]:
             del level.groups[entry.group]
         if flow.requests:
-            flow.part = self._part(flow)
+            flow.part = self._get_part(flow)
         else:
             level.leave(flow)
         if not level.flows:  # tags only matter between tenants that wait at the same time
@@ -372,11 +375,11 @@ class RequestQueue:
             self.work = 0.0  # remove rounding errors
             self._deadlines.clear()
 
-    def _part(self, flow: _Flow) -> float:
+    def _get_part(self, flow: _Flow) -> float:
         requests, size_bytes = max(1, self.settings.most_requests), self.settings.most_bytes
         return max(flow.requests / requests, flow.size_bytes / size_bytes) / flow.weight
 
-    def _flow(self, entry: QueueEntry) -> _Flow:
+    def _get_flow(self, entry: QueueEntry) -> _Flow:
         return self._levels[-entry.request.priority].flows[entry.request.tenant]
 
     def _push(self, heap: list[tuple[float, int]], live: int, item: tuple[float, int], sign: int = 1) -> None:
@@ -389,10 +392,10 @@ class RequestQueue:
         while heap and heap[0][1] not in self._waiting:
             heappop(heap)
 
-    def _weight(self, tenant: str) -> float:
+    def _get_weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def _work_from(self, priority: int) -> float:
+    def _get_work_from(self, priority: int) -> float:
         return sum(level.work for negated, level in self._levels.items() if -negated >= priority)
 
     def _figures_of(self, entry: QueueEntry) -> Figures:
@@ -412,6 +415,8 @@ class RequestQueue:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
+    """Waiting requests of a tenant at one priority."""
+
     tenant: str
     weight: float
     number: int
@@ -435,6 +440,8 @@ class _Flow:
 
 
 class _Level:
+    """Tenants of one priority. ``virtual``: its virtual time."""
+
     def __init__(self) -> None:
         self.virtual = 0.0
         self.weight = 0.0
@@ -488,7 +495,7 @@ class _Level:
     def grown(self, flow: _Flow, part: float) -> None:
         flow.part = part
         if part > flow.listed:
-            self._list(flow)
+            self._list_part(flow)
             if len(self._parts) > 2 * len(self.flows) + _SLACK:
                 self._parts = [item for item in self._parts if item[3].listed_at == item[2]]
                 heapify(self._parts)
@@ -500,9 +507,9 @@ class _Level:
                 return flow
             heappop(self._parts)
             if flow.listed_at == serial:
-                self._list(flow)
+                self._list_part(flow)
 
-    def _list(self, flow: _Flow) -> None:
+    def _list_part(self, flow: _Flow) -> None:
         self._serial += 1
         flow.listed, flow.listed_at = flow.part, self._serial
         heappush(self._parts, (-flow.part, -flow.number, self._serial, flow))

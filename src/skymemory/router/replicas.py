@@ -100,11 +100,11 @@ class RedisReplicas:
         self._index, self._keys = index, keys
         self._stream = f"skymemory:replicas:{kind}".encode()
         self._life_key = self._stream + b":life"
-        self._life: bytes | None = None
-        self._me = os.urandom(16)
+        self._server_life: bytes | None = None
+        self._own_id = os.urandom(16)
         self._settings = settings
-        self._next = 0
-        self._last = b"0-0"
+        self._next_to_send = 0
+        self._last_entry_id = b"0-0"
         self.status = ReplicaStatus()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -147,48 +147,48 @@ class RedisReplicas:
             pipe.set(self._life_key, os.urandom(16), nx=True)
             pipe.get(self._life_key)
             _, life = await pipe.execute()
-        if life != self._life:
-            if self._life is not None:
-                self._last = b"0-0"
-                self._next = self._index.log_start
-            self._life = life
+        if life != self._server_life:
+            if self._server_life is not None:
+                self._last_entry_id = b"0-0"
+                self._next_to_send = self._index.log_start
+            self._server_life = life
 
-    # `_next` advances only after the server's answer. After a timeout, whose outcome is unknown, deltas may be sent
-    # twice. This is harmless: learning known blocks again only moves them to the end of the LRU order.
+    # `_next_to_send` advances only after the server's answer. After a timeout, whose outcome is unknown, deltas may be
+    # sent twice. This is harmless: learning known blocks again only moves them to the end of the LRU order.
 
     async def _send(self) -> None:
-        while self._next < self._index.log_end:
-            deltas = self._index.since(self._next)
+        while self._next_to_send < self._index.log_end:
+            deltas = self._index.since(self._next_to_send)
             if deltas is None:
-                self.status.lost += self._index.log_start - self._next
-                self._next = self._index.log_start
+                self.status.lost += self._index.log_start - self._next_to_send
+                self._next_to_send = self._index.log_start
                 continue
             for payload, count in _entries(deltas):
-                fields = {b"from": self._me, b"deltas": payload}
+                fields = {b"from": self._own_id, b"deltas": payload}
                 if self._keys is not None:
                     key = self._keys.active(time.time())
                     fields[b"key"] = str(key.key_id).encode()
-                    fields[b"mac"] = _mac(key.derive(_PURPOSE), self._stream, self._me, payload)
+                    fields[b"mac"] = _mac(key.derive(_PURPOSE), self._stream, self._own_id, payload)
                 async with self._redis.pipeline(transaction=False) as pipe:
                     pipe.xadd(self._stream, fields, maxlen=self._settings.entries, approximate=True)
                     pipe.expire(self._stream, max(1, round(self._settings.ttl_s)))
                     await pipe.execute()
-                self._next += count
+                self._next_to_send += count
                 self.status.sent += count
 
     async def _receive(self) -> None:
         while True:
-            reply = await self._redis.xread({self._stream: self._last}, count=_READ_ENTRIES)
+            reply = await self._redis.xread({self._stream: self._last_entry_id}, count=_READ_ENTRIES)
             streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply or ()]
             entries = [entry for stream in streams for entry in _flat(stream)]
             for number, fields in entries:
-                self._last = number
-                if fields.get(b"from") != self._me:
-                    await self._apply(fields)
+                self._last_entry_id = number
+                if fields.get(b"from") != self._own_id:
+                    await self._absorb_entry(fields)
             if len(entries) < _READ_ENTRIES:
                 return
 
-    async def _apply(self, fields: dict[bytes, bytes]) -> None:
+    async def _absorb_entry(self, fields: dict[bytes, bytes]) -> None:
         payload = fields.get(b"deltas", b"")
         if self._keys is not None:
             key_id, mac = fields.get(b"key", b""), fields.get(b"mac", b"")

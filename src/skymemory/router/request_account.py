@@ -80,7 +80,7 @@ class RequestAccount:
     Repeated events do not count.
     """
 
-    __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
+    __slots__ = ("_deferred", "_has_first_byte", "_is_open", "_placement", "_scheduler", "decision")
 
     def __init__(
         self, scheduler: Scheduler, placement: ScheduledRequest, now_s: float, deferred: DeferredWork | None = None
@@ -89,17 +89,17 @@ class RequestAccount:
         self._scheduler = scheduler
         self._placement = placement
         self._deferred = deferred
-        self._open = True
-        self._first = False
-        self._enter(scheduler.begin, placement, now_s)
+        self._is_open = True
+        self._has_first_byte = False
+        self._run_or_defer(scheduler.begin, placement, now_s)
 
     @property
     def waits(self) -> bool:
-        return self._open and not self._first
+        return self._is_open and not self._has_first_byte
 
     @property
     def is_open(self) -> bool:
-        return self._open
+        return self._is_open
 
     @property
     def placement(self) -> ScheduledRequest:
@@ -113,16 +113,16 @@ class RequestAccount:
         decision = self.decision
         if not self.waits or server == decision.server:
             return False
-        self._enter(self._scheduler.failed, self._placement, now_s, False)
+        self._run_or_defer(self._scheduler.failed, self._placement, now_s, False)
         self.decision = decision.taken_by(server)
         self._placement = replace(self._placement, prefill=self.decision)
-        self._enter(self._scheduler.begin, self._placement, now_s)
+        self._run_or_defer(self._scheduler.begin, self._placement, now_s)
         return True
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
         if self.waits:
-            self._first = True
-            self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
+            self._has_first_byte = True
+            self._run_or_defer(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
     def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
         """Record the end. ``met``: the promise was kept (None: no promise, or unknown)."""
@@ -137,24 +137,26 @@ class RequestAccount:
         if self.waits:  # not streamed: the first byte is only reported now, and the cached tokens with it
             self.first_byte(now_s, cached_tokens)
             cached_tokens = None
-        if self._open:
-            self._open = False
-            self._enter(self._scheduler.on_request_end, self._placement, now_s, met, cached_tokens, output_tokens)
+        if self._is_open:
+            self._is_open = False
+            self._run_or_defer(
+                self._scheduler.on_request_end, self._placement, now_s, met, cached_tokens, output_tokens
+            )
 
     def failed(self, now_s: float) -> None:
         if self.waits:
-            self._open = False
-            self._enter(self._scheduler.failed, self._placement, now_s, False)
+            self._is_open = False
+            self._run_or_defer(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
         """End what is open, as failed if there was no first byte."""
         self.failed(now_s)
         self.on_request_end(now_s)
 
-    # Entries of a request keep their order even if deferred: `DeferredWork` is first in, first out. `_open` and
-    # `_first` change immediately, so that a second report of the same event is ignored even before the flush.
+    # Entries of a request keep their order even if deferred: `DeferredWork` is first in, first out. `_is_open` and
+    # `_has_first_byte` change immediately, so that a second report of the same event is ignored even before the flush.
 
-    def _enter(self, entry: Callable[..., object], *arguments: Any) -> None:
+    def _run_or_defer(self, entry: Callable[..., object], *arguments: Any) -> None:
         if self._deferred is None:
             entry(*arguments)
         else:
@@ -167,14 +169,14 @@ class PairAccount(RequestAccount):
     ``decision`` is the decode server's. Decoding may begin before the prefill ends.
     """
 
-    __slots__ = ("_prefilling",)
+    __slots__ = ("_is_prefilling",)
 
     def __init__(self, scheduler: Scheduler, placement: ScheduledRequest, now_s: float) -> None:
         super().__init__(scheduler, placement, now_s)
-        self._prefilling = True
-        self._take(placement)
+        self._is_prefilling = True
+        self._set_placement(placement)
 
-    def _take(self, placement: ScheduledRequest) -> None:
+    def _set_placement(self, placement: ScheduledRequest) -> None:
         assert placement.decode is not None
         self._placement, self.decision = placement, placement.decode
 
@@ -190,22 +192,22 @@ class PairAccount(RequestAccount):
 
     def prefilled(self, now_s: float, usage: Usage | None = None) -> Refusal | None:
         """Record the prefill's answer. A refusal ends the request."""
-        if not self._prefilling or not self._open:
+        if not self._is_prefilling or not self._is_open:
             return None
-        self._prefilling = False
+        self._is_prefilling = False
         cached_tokens, prompt_tokens = None, self.prefill.request.prompt.tokens
         server = self._scheduler.prefill.fleet.servers.get(self.prefill.server)
         if usage is not None and server is not None:
             cached_tokens = usage.cached_of(prompt_tokens)
             server.reported_tokens(prompt_tokens, usage.prompt_tokens)
-        refusal = self._scheduler.prefilled(self._placement, now_s, cached_tokens, decodes=self._first)
+        refusal = self._scheduler.prefilled(self._placement, now_s, cached_tokens, decodes=self._has_first_byte)
         if refusal is not None:
-            self._open = False
+            self._is_open = False
         return refusal
 
     def prefill_lost(self, now_s: float) -> None:
-        if self._prefilling and self._open:
-            self._prefilling = False
+        if self._is_prefilling and self._is_open:
+            self._is_prefilling = False
             self._scheduler.prefill_lost(self._placement, now_s)
 
     def prefill_again(self, now_s: float, among: Collection[str] | None) -> None:
@@ -214,8 +216,8 @@ class PairAccount(RequestAccount):
         Raises:
             NoServer: nothing has changed.
         """
-        assert self._prefilling and self._open
-        self._take(self._scheduler.prefill_again(self._placement, now_s, among))
+        assert self._is_prefilling and self._is_open
+        self._set_placement(self._scheduler.prefill_again(self._placement, now_s, among))
 
     def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
         """Move the decoding before its first byte.
@@ -223,31 +225,31 @@ class PairAccount(RequestAccount):
         Raises:
             NoServer: nothing has changed.
         """
-        assert self._open
-        self._take(self._scheduler.decode_again(self._placement, now_s, self._first, among))
-        self._first = False
+        assert self._is_open
+        self._set_placement(self._scheduler.decode_again(self._placement, now_s, self._has_first_byte, among))
+        self._has_first_byte = False
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
         """Record the first byte, or that an unstreamed answer is computed."""
         if self.waits:
-            self._first = True
+            self._has_first_byte = True
             self._scheduler.decoding(self._placement, now_s)
 
     def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
-        if not self._open:
+        if not self._is_open:
             return
         self.prefill_lost(now_s)
         self.first_byte(now_s)
-        self._open = False
+        self._is_open = False
         # The cached tokens of this usage are what the decode server got from the prefill server: they are not passed
         # on.
         output_tokens = None if usage is None else usage.output_tokens
         self._scheduler.on_request_end(self._placement, now_s, met, output_tokens=output_tokens)
 
     def failed(self, now_s: float) -> None:
-        if self._open and not self._first:
-            self._open = False
-            self._scheduler.failed(self._placement, now_s, not self._prefilling)
+        if self._is_open and not self._has_first_byte:
+            self._is_open = False
+            self._scheduler.failed(self._placement, now_s, not self._is_prefilling)
 
 
 class ObservedPair(PairAccount):
@@ -258,7 +260,7 @@ class ObservedPair(PairAccount):
     def served_by(self, server: str, now_s: float) -> bool:
         if not self.waits or server == self.decision.server:
             return False
-        self._take(self._scheduler.decode_taken(self._placement, server, now_s))
+        self._set_placement(self._scheduler.decode_taken(self._placement, server, now_s))
         return True
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
@@ -266,7 +268,7 @@ class ObservedPair(PairAccount):
         self.prefilled(now_s)
 
     def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
-        if self._open:
+        if self._is_open:
             self.first_byte(now_s)
         super().on_request_end(now_s, usage, met)
 
@@ -331,12 +333,12 @@ _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
 class UsageReader:
-    __slots__ = ("_head", "_kept", "_tail", "events", "streams")
+    __slots__ = ("_head", "_json_pieces", "_tail", "events", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
         self.streams = content_type.startswith(b"text/event-stream")
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
-        self._kept: list[bytes] | None = [] if is_readable else None
+        self._json_pieces: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
         self.events = 0
         """Events of a stream: engines send at least one per token."""
@@ -352,16 +354,16 @@ class UsageReader:
             if len(self._head) < HEAD_BYTES:
                 self._head += piece[:HEAD_BYTES]
             self._tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self._tail + piece)[-TAIL_BYTES:]
-        elif self._kept is not None:
-            self._kept.append(piece)
-            if len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_JSON_BYTES:
-                self._kept = None
+        elif self._json_pieces is not None:
+            self._json_pieces.append(piece)
+            if len(self._json_pieces) > 1 and sum(map(len, self._json_pieces)) > MAX_JSON_BYTES:
+                self._json_pieces = None
 
     def usage(self) -> Usage | None:
-        if self._kept is None:
+        if self._json_pieces is None:
             return None
         if not self.streams:
-            return usage_in(b"".join(self._kept))
+            return usage_in(b"".join(self._json_pieces))
         tail, at = self._tail, len(self._tail)
         while (at := tail.rfind(b'"usage"', 0, at)) >= 0:
             begin, end = tail.rfind(b"\n", 0, at) + 1, tail.find(b"\n", at)
@@ -370,7 +372,7 @@ class UsageReader:
                 candidate = _read_usage(line[5:])
             else:  # the start of the line is not kept
                 candidate = _last_usage(line)
-            if candidate is not None and (usage := _checked(candidate, self._first_usage())) is not None:
+            if candidate is not None and (usage := _get_valid_usage(candidate, self._first_usage())) is not None:
                 return usage
         return None
 
@@ -382,7 +384,7 @@ class UsageReader:
 
 def usage_in(json: bytes) -> Usage | None:
     raw = _read_usage(json)
-    return None if raw is None else _checked(raw)
+    return None if raw is None else _get_valid_usage(raw)
 
 
 def _read_usage(json: bytes) -> _ReportedUsage | None:
@@ -406,7 +408,7 @@ def _last_usage(line: bytes) -> _ReportedUsage | None:
         return None
 
 
-def _checked(usage: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
+def _get_valid_usage(usage: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
     prompt, of_prompt, output = usage.prompt, usage, usage.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

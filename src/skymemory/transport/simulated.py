@@ -262,7 +262,7 @@ class SimulatedConstellation:
 
     def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
         if self._limits is None:
-            config = config.taking(self._buffer_bytes, self._buffer_bytes)
+            config = config.with_windows(self._buffer_bytes, self._buffer_bytes)
         machine = ClientMachine(config, sky or self.sky, self.clock)
         token = ("ground", config.ground)
         self._clients[token] = machine

@@ -27,9 +27,9 @@ def test_the_bursts_of_a_write_are_its_value(value: bytes, chunk_bytes: int, ser
     found: dict[int, bytes] = {}
     for burst in write.pending:
         assert {index % servers for index in burst.indices} == {burst.satellite.slot}
-        assert write.of_these(burst.indices)[0] == write.of_these(list(burst.indices))[0]
-        refs, payloads = write.of_these(burst.indices)
-        assert list(payloads) == list(write.of_these(list(burst.indices))[1])
+        assert write.refs_and_payloads_of(burst.indices)[0] == write.refs_and_payloads_of(list(burst.indices))[0]
+        refs, payloads = write.refs_and_payloads_of(burst.indices)
+        assert list(payloads) == list(write.refs_and_payloads_of(list(burst.indices))[1])
         for at, (index, payload) in enumerate(zip(burst.indices, payloads, strict=True)):
             ref = ChunkRef.unpack(refs[72 * at : 72 * at + 72])
             assert (ref.key, ref.index, ref.crc, ref.length_bytes) == (KEY, index, zlib.crc32(payload), len(payload))

@@ -243,7 +243,7 @@ def test_a_window_closes_without_answers_and_opens_again():
             handover.acknowledged(burst.request_id, burst.names, now_s, now_s - 0.01)
         now_s += 0.01
         handover.bursts_to_send(now_s)
-        if not handover._queue:
+        if not handover._bursts_to_leave:
             break
     assert handover.window_bursts > 10
 
@@ -254,7 +254,7 @@ def test_a_lost_burst_among_answered_ones_is_no_reason_to_send_less():
     for number in range(2000):
         handover.enqueue(THERE, [(number.to_bytes(32, "big"), 0)])
     on_their_way: list[tuple[float, int, list]] = []
-    while handover._queue:
+    while handover._bursts_to_leave:
         for burst in handover.bursts_to_send(now_s):
             if dice.random() > 0.1:
                 on_their_way.append((now_s + 0.03, burst.request_id, list(burst.names)))

@@ -641,7 +641,7 @@ def test_a_connection_of_tiny_chunks_parses_a_slice_in_each_turn() -> None:
     chunky = _connection(app, loop, transport)
     read = CHUNKED + chunked(*[b" "] * 40_000, end=b"")
     chunky.data_received(read)
-    reading = chunky._reading
+    reading = chunky._incomplete_request
     assert reading is not None and 0 < reading.body_bytes < SLICE_BYTES
     assert transport.pause_reading.called and not transport.resume_reading.called
     assert app.arriving.held_bytes > len(read) - SLICE_BYTES, "what waits counts, too"

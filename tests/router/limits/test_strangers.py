@@ -86,4 +86,4 @@ def test_hosts_that_are_remembered_are_bounded() -> None:
     door = Strangers(hosts=["*"])
     for number in range(1_000):
         assert door.refusal(b"h%d" % number, None) is None
-    assert len(door._known) <= 256
+    assert len(door._allowed_hosts) <= 256

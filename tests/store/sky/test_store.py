@@ -294,7 +294,7 @@ def test_calls_in_an_outage_leave_nothing_behind() -> None:
             store.touch(KEYS)
             store.pin(KEYS[:2], 10.0)
             store.put_many(ITEMS[:1])
-    assert kept() == before and not machine._probes
+    assert kept() == before and not machine._probe_operations
     store.touch(KEYS)
     assert kept() == before and same(store.get_many(KEYS), VALUES)
 

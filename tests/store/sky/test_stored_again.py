@@ -69,6 +69,6 @@ def test_word_of_the_end_of_a_value_does_not_cost_the_entry_of_what_was_stored_a
         assert other.put_many([(hashlib.sha256(b"%d" % n).digest(), value(n + 2, 120_000))]) == [True]
         sky.settle(sky.now_s + 0.3)
     sky.settle(sky.now_s + 3.0)
-    assert one._driver.machine._gone
+    assert one._driver.machine._dead_values
     assert one.put_many([(KEY, value(1, 120_000))]) == [True]
     assert one.lookup([KEY]) == [Presence.HIT]

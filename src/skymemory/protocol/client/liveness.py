@@ -37,10 +37,10 @@ _CLOCK_GRAIN_S = 2e-6
 class Peer:
     __slots__ = (
         "_answer_number",
-        "_lacks",
         "_name",
         "_notice_number",
         "_suspects",
+        "_unsupported_until_s",
         "answered_sent_s",
         "capabilities",
         "heard_s",
@@ -54,7 +54,7 @@ class Peer:
         self.quiet = False
         """True if it did not answer as a stand-in, until heard."""
         self.capabilities: Capabilities | None = None
-        self._lacks: dict[Op, float] = {}
+        self._unsupported_until_s: dict[Op, float] = {}
         """Unsupported operations, each with the belief's end."""
         self._name = name
         self._suspects = suspects
@@ -83,17 +83,17 @@ class Peer:
             if sent_s > self.answered_sent_s:
                 self.answered_sent_s = sent_s
 
-    def declares(self, capabilities: Capabilities, now_s: float) -> None:
+    def on_capabilities(self, capabilities: Capabilities, now_s: float) -> None:
         self.capabilities = capabilities
         if capabilities.stated:
             unsupported = (op for op in Op if op.is_command and not capabilities.serves(op))
-            self._lacks = dict.fromkeys(unsupported, now_s + ASK_AGAIN_S)
+            self._unsupported_until_s = dict.fromkeys(unsupported, now_s + ASK_AGAIN_S)
 
-    def cannot(self, op: Op, now_s: float) -> None:
-        self._lacks[op] = now_s + ASK_AGAIN_S
+    def on_unsupported(self, op: Op, now_s: float) -> None:
+        self._unsupported_until_s[op] = now_s + ASK_AGAIN_S
 
     def lacks(self, op: Op, now_s: float) -> bool:
-        return bool(self._lacks) and now_s < self._lacks.get(op, -math.inf)
+        return bool(self._unsupported_until_s) and now_s < self._unsupported_until_s.get(op, -math.inf)
 
     def may_ignore(self, op: Op) -> bool:
         """Return True if it may leave ``op`` unanswered as unknown."""
@@ -120,7 +120,7 @@ class Peers:
         self._credit_bytes = credit_bytes
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
-        self._overtaken_s, self._overtaken_until_s = 0.0, -math.inf
+        self._overtaking_lag_s, self._overtaken_until_s = 0.0, -math.inf
         """Lag of overtaken packets, and the belief's end."""
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
@@ -170,12 +170,12 @@ class Peers:
 
     def grace_s(self, satellite: SatelliteId, now_s: float) -> float:
         """Return the lag after which the rest of an answer seems lost."""
-        overtaken_s = self._overtaken_s if now_s < self._overtaken_until_s else 0.0
+        overtaken_s = self._overtaking_lag_s if now_s < self._overtaken_until_s else 0.0
         return max(self.peer(satellite).round_trip.smoothed_s / 4, _LEAST_GRACE_S, _OVERTAKING_MARGIN * overtaken_s)
 
     def overtaken_by(self, late_s: float, now_s: float) -> None:
-        if now_s >= self._overtaken_until_s or late_s >= self._overtaken_s:
-            self._overtaken_s, self._overtaken_until_s = late_s, now_s + _OVERTAKING_S
+        if now_s >= self._overtaken_until_s or late_s >= self._overtaking_lag_s:
+            self._overtaking_lag_s, self._overtaken_until_s = late_s, now_s + _OVERTAKING_S
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
         return max(asked_s, self.peer(satellite).heard_s)
@@ -208,7 +208,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._suspicions: dict[SatelliteId, _Suspicion] = {}
-        self._new: list[SatelliteId] = []
+        self._new_suspects: list[SatelliteId] = []
         self.next_s = math.inf
         """Time before which no probe is due and no suspect new."""
         self.added = 0
@@ -226,12 +226,12 @@ class Suspects:
             del self._suspicions[next(iter(self._suspicions))]
         self._suspicions[satellite] = _Suspicion(now_s, now_s + _FIRST_WAIT_S)
         self.added += 1
-        self._new.append(satellite)
+        self._new_suspects.append(satellite)
         self.next_s = min(self.next_s, now_s)
 
     def remove(self, satellite: SatelliteId) -> None:
         if self._suspicions.pop(satellite, None) is not None:
-            self._set_next()
+            self._update_next_s()
 
     def take_due(self, now_s: float) -> list[SatelliteId]:
         if now_s < self.next_s:
@@ -241,20 +241,20 @@ class Suspects:
             suspicion = self._suspicions[satellite]
             silent_s = now_s - suspicion.since_s
             suspicion.probe_s = now_s + min(max(silent_s / 4, _FIRST_WAIT_S), _LAST_WAIT_S)
-        self._set_next()
+        self._update_next_s()
         return due_now
 
     def probe_all(self, now_s: float) -> None:
         for suspicion in self._suspicions.values():
             suspicion.probe_s = now_s
-        self._set_next()
+        self._update_next_s()
 
     def take_new(self) -> list[SatelliteId]:
         """Return the suspects that are new since the last call."""
-        new, self._new = self._new, []
+        new, self._new_suspects = self._new_suspects, []
         return [satellite for satellite in new if satellite in self._suspicions]
 
-    def _set_next(self) -> None:
+    def _update_next_s(self) -> None:
         self.next_s = min((suspicion.probe_s for suspicion in self._suspicions.values()), default=math.inf)
 
 
@@ -278,8 +278,8 @@ class FailureDetector:
         self._peers = peers
         self._gateway = gateway
         self._counters = counters
-        self._doubted_s = -math.inf
-        self._scouted_s: dict[SatelliteId, float] = {}
+        self._witnesses_asked_s = -math.inf
+        self._neighbour_asked_s: dict[SatelliteId, float] = {}
 
     def refuses(self, satellite: SatelliteId | None) -> bool:
         if not self.breaker.closed:
@@ -297,22 +297,22 @@ class FailureDetector:
             if not self.breaker.probe_due(now_s):
                 return []
             self._counters.add("breaker_probes")
-            return self._to_witnesses(None, centre, once=True)
+            return self._get_witness_probes(None, centre, once=True)
         suspects = self._peers.suspects
         probes: Probes = [(satellite, True) for satellite in suspects.take_due(now_s)]
         if probes:
             self._counters.add("suspects_asked", len(probes))
-        return probes + self._to_neighbours(now_s)
+        return probes + self._get_neighbour_probes(now_s)
 
-    def _to_neighbours(self, now_s: float) -> Probes:
+    def _get_neighbour_probes(self, now_s: float) -> Probes:
         suspects, probes = self._peers.suspects, Probes()
         for suspect in suspects.take_new():
             if len(suspects) > _MAX_SCOUTED:
                 break
             for satellite in self._sky.torus.neighbours(suspect):
-                recent_s = max(self._peers.peer(satellite).heard_s, self._scouted_s.get(satellite, -math.inf))
+                recent_s = max(self._peers.peer(satellite).heard_s, self._neighbour_asked_s.get(satellite, -math.inf))
                 if satellite not in suspects and recent_s < now_s - _RECENT_S:
-                    self._scouted_s[satellite] = now_s
+                    self._neighbour_asked_s[satellite] = now_s
                     self._counters.add("neighbours_of_suspects_asked")
                     probes.append((satellite, False))
         return probes
@@ -329,15 +329,15 @@ class FailureDetector:
             direct = self._gateway.direct - {gateway}  # their answers prove nothing about the gateway
         if self._peers.any_heard_since(sent_s, direct):
             return []
-        if self._doubted_s < begun_s:
-            self._doubted_s = now_s
-            return self._to_witnesses(satellite, centre, once=False)
-        if sent_s < self._doubted_s or self._peers.any_heard_since(self._doubted_s, direct):
+        if self._witnesses_asked_s < begun_s:
+            self._witnesses_asked_s = now_s
+            return self._get_witness_probes(satellite, centre, once=False)
+        if sent_s < self._witnesses_asked_s or self._peers.any_heard_since(self._witnesses_asked_s, direct):
             return []
-        self._doubted_s = now_s
+        self._witnesses_asked_s = now_s
         if self._gateway is not None:
             self._gateway.silent(satellite, now_s)
-        return self._to_witnesses(satellite, centre, once=False)
+        return self._get_witness_probes(satellite, centre, once=False)
 
     def succeeded(self, now_s: float) -> None:
         if self.breaker.answered():
@@ -350,7 +350,7 @@ class FailureDetector:
                 self._counters.add("breaker_opened")
             self.breaker.timed_out(now_s, probe_at_once=True)
 
-    def _to_witnesses(self, silent: SatelliteId | None, centre: SatelliteId, once: bool) -> Probes:
+    def _get_witness_probes(self, silent: SatelliteId | None, centre: SatelliteId, once: bool) -> Probes:
         gateway = [] if self._gateway is None or self._gateway.current is None else [self._gateway.current]
         return [(satellite, once) for satellite in (*witnesses(self._sky, centre, silent), *gateway)]
 

@@ -111,12 +111,12 @@ class ClientConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "access", access_named(self.access))
 
-    def taking(self, window_bytes: int, credit_bytes: int) -> ClientConfig:
+    def with_windows(self, window_bytes: int, credit_bytes: int) -> ClientConfig:
         return replace(
             self, window_bytes=self.window_bytes or window_bytes, credit_bytes=self.credit_bytes or credit_bytes
         )
 
-    def way(self, kind: LinkClass) -> tuple[float, int]:
+    def beam_limits(self, kind: LinkClass) -> tuple[float, int]:
         """Return the bytes/s of a beam's slowest link, and the most bytes in flight."""
         if self.links is None:
             return UNLIMITED
@@ -173,7 +173,7 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
     return pack_steps(range(0, chunks, servers))
 
 
-def _passes_over(request: PacketRequest, transfer: ReadTransfer) -> bool:
+def _continues_despite_other_version(request: PacketRequest, transfer: ReadTransfer) -> bool:
     if not isinstance(transfer, ReplicatedRead):
         return False
     return not transfer.missing or transfer.redirect(request.indices, request.satellite, Miss.OTHER_VERSION)
@@ -181,33 +181,33 @@ def _passes_over(request: PacketRequest, transfer: ReadTransfer) -> bool:
 
 # The life of a read:
 #
-#   get → _reads → bursts_to_send → _request_chunks        GETs, as far as the window of incoming data admits
+#   get → _waiting_reads → bursts_to_send → _send_gets     GETs, as far as the window of incoming data admits
 #   receive_placed                                         DATA: chunks are in place; the last chunk ends the read
-#   _missed → transfer.absent                              MISS: ask where else the chunks may be, or end it
-#   handle_timer → repeat_or_give_up → _failed             silence: ask stand-ins or copies, or end it
-#   _finish → next_event
+#   _on_missing → transfer.absent                          MISS: ask where else the chunks may be, or end it
+#   handle_timer → repeat_or_give_up → _on_request_failed  silence: ask stand-ins or copies, or end it
+#   _end_operation → next_event
 #
-# A write is the same with ``_writes``, ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored``
-# (ACK). A question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations``
-# from ``_register`` to ``_finish`` or ``cancel``. During that time, either a request of it is in flight or it is in
-# ``_reads`` or ``_writes``.
+# A write is the same with ``_waiting_writes``, ``_send_sets`` (SETs, as far as each beam's window admits) and
+# ``_on_stored`` (ACK). A question has one request and no transfer; its answer ends it. Invariant: an operation is in
+# ``_operations`` from ``_register_operation`` to ``_end_operation`` or ``cancel``. During that time, either a request
+# of it is in flight or it is in ``_waiting_reads`` or ``_waiting_writes``.
 
 
 class ClientMachine:
     """Communication of a ground host with the constellation."""
 
     def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock, first_request_id: int = 1) -> None:
-        self.config = config = config.taking(_WINDOW_BYTES, _CREDIT_BYTES)
+        self.config = config = config.with_windows(_WINDOW_BYTES, _CREDIT_BYTES)
         self.counters = Counters()
         self._sky = sky
         self._clock = FollowedClock(clock, self.counters)
         self._gateway = None if config.access == "ideal" else Gateway(config.access, sky, self.counters)
-        ways = config.way("up"), config.way("down")
+        ways = config.beam_limits("up"), config.beam_limits("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
-        self._down_bytes = ways[1][1]
+        self._beam_down_bytes = ways[1][1]
         """Bytes in flight down a beam; 0 without rates."""
-        self._gap_s = config.links.handover_gap_s if config.links is not None else 0.0
-        self._quiet_until_s = -math.inf
+        self._handover_gap_s = config.links.handover_gap_s if config.links is not None else 0.0
+        self._sending_paused_until_s = -math.inf
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
@@ -219,11 +219,11 @@ class ClientMachine:
             self._gate = ClientGate(config.authority, self.counters)
         self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
-        self._writes: deque[Operation] = deque()
-        self._reads: deque[Operation] = deque()
-        self._probes: set[int] = set()
+        self._waiting_writes: deque[Operation] = deque()
+        self._waiting_reads: deque[Operation] = deque()
+        self._probe_operations: set[int] = set()
         self._pings_beside: dict[SatelliteId, int] = {}
-        self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
+        self._dead_values: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
         self.revision = 0
@@ -248,15 +248,15 @@ class ClientMachine:
         """
         # At most a quarter of the window for each satellite, so that several answer at the same time.
         burst_bytes = self._peers.inbound.size_bytes // 4
-        if self._down_bytes:
-            burst_bytes = min(burst_bytes, self._down_bytes // 4)
+        if self._beam_down_bytes:
+            burst_bytes = min(burst_bytes, self._beam_down_bytes // 4)
         burst_chunks = max(1, min(self.config.read_burst_chunks, burst_bytes // max(1, info.chunk_bytes)))
-        copies = self._copies(info.strategy, info.servers, info.set_moves, replicas)
+        copies = self._get_copies(info.strategy, info.servers, info.set_moves, replicas)
         moves = self._clock.to_read_at(info.set_moves, now_s)
         if replicas > 1:
             hedged = ReplicatedRead(info, out, copies, moves, burst_chunks, self.config.hedge_round_trips)
-            return self._begin(hedged, now_s)
-        return self._begin(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
+            return self._begin_transfer(hedged, now_s)
+        return self._begin_transfer(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
 
     # Most values are small and near. If nothing else is under way and no satellite is suspected, their reads and writes
     # need no operation: the transport sends what ``plain_get`` or ``plain_put`` has packed, receives what arrives at
@@ -266,7 +266,7 @@ class ClientMachine:
     def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
         """Pack ``get`` for a value on a single near satellite, if possible."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
-        if not one_packet or not can_hold(out, info.value_bytes) or not self._is_quiet():
+        if not one_packet or not can_hold(out, info.value_bytes) or not self._may_use_plain_path():
             return None
         moves = self._clock.to_read_at(info.set_moves, now_s)
         satellite = self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves)[0]
@@ -286,10 +286,10 @@ class ClientMachine:
             if complete and not (duplicates or corrupt or foreign) and verified(info, read.landing):
                 self._peers.peer(read.satellite).on_answer(since_s(echo_us, now_s), now_s)
                 return self._end_plain(TransferReport(info.value_bytes, info.chunks, 1), info, read.begun_s, now_s)
-        copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
+        copies = self._get_copies(info.strategy, info.servers, info.set_moves, 1)
         transfer = ReadTransfer(info, read.landing[5], copies[0], read.moves, info.chunks)
         transfer.on_all_requested(read.landing)
-        number = self._take_over(transfer, read)
+        number = self._continue_as_operation(transfer, read)
         self.receive_placed(tallies, now_s)
         return number
 
@@ -297,14 +297,14 @@ class ClientMachine:
         """Pack ``put`` for a value on a single near satellite, if possible."""
         size_bytes = memoryview(value).nbytes
         chunks, (_, strategy, servers, _) = striping.chunks_of(size_bytes), striping
-        if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
+        if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._may_use_plain_path():
             return None
         moves = self.moves(now_s)
         satellite = self._sky.servers_at(strategy, servers, moves, moves)[0]
         fits = size_bytes + chunks * CHUNK_OVERHEAD_BYTES <= self._peers.outbound(satellite).open_bytes
         if not fits or not self._is_near(satellite, now_s):
             return None
-        copies = self._copies(strategy, servers, moves, 1)
+        copies = self._get_copies(strategy, servers, moves, 1)
         transfer = WriteTransfer.of(key, value, striping, moves, copies[0])
         request_id, batch = self._in_flight.pack_set(transfer, satellite, moves, now_s)
         return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
@@ -313,7 +313,7 @@ class ClientMachine:
         """Return the end of a plain write, the operation that continues it, or None if more is expected."""
         transfer = write.transfer
         acks = [native.open_ack(run) if len(run) <= segment_bytes else None for run, segment_bytes in runs]
-        if acks and all(ack is not None and self._is_of(write, ack) for ack in acks):
+        if acks and all(ack is not None and self._acknowledges(write, ack) for ack in acks):
             for ack in filter(None, acks):
                 _, _, echo_us, slot_moves, plane_moves, credit, _, first, stride, count = ack
                 round_trip_s = since_s(echo_us, now_s)
@@ -325,18 +325,18 @@ class ClientMachine:
                 return None
             return self._end_plain(transfer.report, transfer.info, write.begun_s, now_s)
         transfer.pending.clear()
-        number = self._take_over(transfer, write)
+        number = self._continue_as_operation(transfer, write)
         self._keepalive.on_write_begin(number, transfer, write.begun_s)
         self.receive_runs(runs, now_s)
         return number
 
-    def _is_of(self, write: PlainWrite, ack: Ack) -> bool:
+    def _acknowledges(self, write: PlainWrite, ack: Ack) -> bool:
         request_id, ground, _, _, _, _, key, first, stride, count = ack
         in_value = first + stride * (count - 1) < write.transfer.info.chunks
         matches = key == write.transfer.info.key and ground == self.config.ground
         return matches and in_value and request_id == write.request_id
 
-    def _is_quiet(self) -> bool:
+    def _may_use_plain_path(self) -> bool:
         busy = self._operations or self._in_flight.packets or self._gateway is not None
         unsafe = self.config.authority is not None or not self.breaker.closed or self._peers.suspects
         return not busy and not unsafe
@@ -350,8 +350,8 @@ class ClientMachine:
         report.requests, report.seconds = 1, now_s - begun_s
         return Finished(0, True, report, b"", info)
 
-    def _take_over(self, transfer: Transfer, plain: PlainRead | PlainWrite) -> int:
-        operation, indices = self._register(transfer, plain.begun_s), range(transfer.info.chunks)
+    def _continue_as_operation(self, transfer: Transfer, plain: PlainRead | PlainWrite) -> int:
+        operation, indices = self._register_operation(transfer, plain.begun_s), range(transfer.info.chunks)
         satellite, moves, begun_s = plain.satellite, plain.moves, plain.begun_s
         request = self._in_flight.begin(operation, satellite, indices, moves, begun_s, plain.request_id)
         request.sent_s = begun_s
@@ -372,7 +372,7 @@ class ClientMachine:
         if self._peers.suspects and (chunks := striping.chunks_of(memoryview(value).nbytes)):
             _, strategy, servers, replicas = striping
             striping = striping._replace(strategy=self._around_suspects(strategy, servers, moves, chunks, replicas))
-        copies = self._copies(striping.strategy, striping.servers, moves, striping.replicas)
+        copies = self._get_copies(striping.strategy, striping.servers, moves, striping.replicas)
         transfer = WriteTransfer.of(key, value, striping, moves, copies[0])
         if striping.replicas > 1:
             transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
@@ -380,8 +380,8 @@ class ClientMachine:
             self._update_gateway(now_s)
             # The shared beam is a queue: the burst with the longest flight leaves first, and the others follow
             # meanwhile.
-            transfer.pending = WaitingBursts(sorted(transfer.pending, key=self._flies_s, reverse=True))
-        return self._begin(transfer, now_s), transfer.info
+            transfer.pending = WaitingBursts(sorted(transfer.pending, key=self._get_flight_s, reverse=True))
+        return self._begin_transfer(transfer, now_s), transfer.info
 
     def _around_suspects(self, strategy: int, servers: int, moves: Moves, chunks: int, replicas: int = 1) -> int:
         return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
@@ -399,12 +399,12 @@ class ClientMachine:
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
         """Begin a question to a satellite; with ``once``, not retransmitted."""
-        operation = self._register(op, now_s)
+        operation = self._register_operation(op, now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
-            self._finish(operation, Miss.UNREACHABLE, now_s)
+            self._end_operation(operation, Miss.UNREACHABLE, now_s)
             return operation.number
         if op not in ALWAYS_SENT and self._peers.peer(satellite).lacks(op, now_s):
-            self._finish(operation, Miss.UNSUPPORTED, now_s)
+            self._end_operation(operation, Miss.UNSUPPORTED, now_s)
             return operation.number
         self._update_gateway(now_s)
         if operation.number not in self._operations:
@@ -431,19 +431,19 @@ class ClientMachine:
 
     @property
     def any_gone(self) -> bool:
-        return bool(self._gone)
+        return bool(self._dead_values)
 
     def take_gone(self) -> list[Dead]:
-        dead_values = list(self._gone)
-        self._gone.clear()
+        dead_values = list(self._dead_values)
+        self._dead_values.clear()
         return dead_values
 
     @property
     def idle(self) -> bool:
         """Return True if nothing is under way except probes."""
-        return self._operations.keys() <= self._probes
+        return self._operations.keys() <= self._probe_operations
 
-    def _register(self, work: Transfer | Op, now_s: float) -> Operation:
+    def _register_operation(self, work: Transfer | Op, now_s: float) -> Operation:
         """Begin a read, a write or a question."""
         if isinstance(work, Op):
             operation = Operation(self._next_number, work, None, now_s, TransferReport(satellites=1))
@@ -455,8 +455,8 @@ class ClientMachine:
         self._operations[operation.number] = operation
         return operation
 
-    def _begin(self, transfer: Transfer, now_s: float) -> int:
-        operation = self._register(transfer, now_s)
+    def _begin_transfer(self, transfer: Transfer, now_s: float) -> int:
+        operation = self._register_operation(transfer, now_s)
         self._enqueue(operation)
         return operation.number
 
@@ -464,20 +464,20 @@ class ClientMachine:
         if not operation.queued:
             operation.queued = True
             if not isinstance(operation.transfer, ReadTransfer):
-                self._writes.append(operation)
+                self._waiting_writes.append(operation)
             elif len(operation.transfer.pending) > 1:
-                self._reads.append(operation)
+                self._waiting_reads.append(operation)
             else:  # soon done: it does not wait for the requests of large values
-                self._reads.appendleft(operation)
+                self._waiting_reads.appendleft(operation)
 
-    def _finish(self, operation: Operation, failure: Miss | None, now_s: float, body: bytes = b"") -> None:
+    def _end_operation(self, operation: Operation, failure: Miss | None, now_s: float, body: bytes = b"") -> None:
         if self._operations.pop(operation.number, None) is None:
             return
         if self._keepalive.on_write_end(operation.number, now_s):  # satellites may have dropped its first chunks
             failure = failure or Miss.INTERRUPTED
         self._in_flight.drop(operation)
-        is_probe = operation.number in self._probes
-        self._probes.discard(operation.number)
+        is_probe = operation.number in self._probe_operations
+        self._probe_operations.discard(operation.number)
         if not failure:
             self._detector.succeeded(now_s)
         elif failure is Miss.TIMEOUT and not is_probe:
@@ -495,18 +495,18 @@ class ClientMachine:
     def _update_gateway(self, now_s: float) -> None:
         if self._gateway is not None and self._gateway.update(self._clock, now_s):
             self._peers.rerouted()
-            if self._gap_s:
-                self._quiet_until_s = now_s + self._gap_s
+            if self._handover_gap_s:
+                self._sending_paused_until_s = now_s + self._handover_gap_s
         if self._gateway is not None and self._gateway.dark:
             # It may be minutes until a satellite rises: for a cache, a miss now is better than a value then.
             for operation in list(self._operations.values()):
-                self._finish(operation, Miss.OUT_OF_SIGHT, now_s)
+                self._end_operation(operation, Miss.OUT_OF_SIGHT, now_s)
             self._in_flight.packets.clear()
 
-    def _flies_s(self, burst: Burst) -> float:
+    def _get_flight_s(self, burst: Burst) -> float:
         return self._sky.links_s(self._in_flight.beam(burst.satellite), burst.satellite)
 
-    def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
+    def _get_copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
         def copy(replica: int) -> Where:
             return lambda moves: self._sky.servers_at(strategy, servers, set_moves, moves, replica)
 
@@ -516,15 +516,15 @@ class ClientMachine:
         """Return the moves at which a value's chunks may have been left, now's first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
-    def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
+    def _get_stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
         return StandIns(partial(self.everywhere, transfer.info, now_s), self._peers.quiet)
 
-    def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
+    def _get_places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
         info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
         return {
             satellite
             for moves in {self.moves(now_s), self.moves_at(now_s + _ARRIVES_WITHIN_S)}
-            for copy in self._copies(info.strategy, info.servers, info.set_moves, replicas)
+            for copy in self._get_copies(info.strategy, info.servers, info.set_moves, replicas)
             for satellite in copy(moves)[: info.chunks]
         }
 
@@ -532,7 +532,7 @@ class ClientMachine:
 
     @property
     def wants_to_send(self) -> bool:
-        return bool(self._writes) or bool(self._reads) or bool(self._in_flight.packets)
+        return bool(self._waiting_writes) or bool(self._waiting_reads) or bool(self._in_flight.packets)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         return [batch for burst in self.bursts_to_send(now_s) for batch in burst]
@@ -541,23 +541,23 @@ class ClientMachine:
         """Yield batches with their beams, as far as the windows admit. Exhaust the iterator."""
         in_flight = self._in_flight
         self._update_gateway(now_s)
-        if now_s < self._quiet_until_s:
+        if now_s < self._sending_paused_until_s:
             return
-        self._quiet_until_s = -math.inf
+        self._sending_paused_until_s = -math.inf
         if in_flight.packets:  # questions and retransmissions first
             yield in_flight.take_packets()
-        self._request_reads(now_s)
-        for _ in range(len(self._writes)):  # each once: what the windows stop is queued again
-            operation = self._writes.popleft()
+        self._send_reads(now_s)
+        for _ in range(len(self._waiting_writes)):  # each once: what the windows stop is queued again
+            operation = self._waiting_writes.popleft()
             operation.queued = False
             transfer = operation.transfer
             if operation.number not in self._operations or not isinstance(transfer, WriteTransfer):
                 continue
             if self._detector.refuses(None):
-                self._finish(operation, Miss.UNREACHABLE, now_s)
+                self._end_operation(operation, Miss.UNREACHABLE, now_s)
                 continue
             self._keepalive.on_write_begin(operation.number, transfer, now_s)
-            for _ in self._send_chunks(operation, transfer, now_s):
+            for _ in self._send_sets(operation, transfer, now_s):
                 if in_flight.packets:
                     yield in_flight.take_packets()
             if operation.number in self._operations and transfer.pending:
@@ -565,21 +565,21 @@ class ClientMachine:
         if in_flight.packets:
             yield in_flight.take_packets()
 
-    def _request_reads(self, now_s: float) -> None:
-        while self._reads:
-            operation = self._reads[0]
+    def _send_reads(self, now_s: float) -> None:
+        while self._waiting_reads:
+            operation = self._waiting_reads[0]
             transfer = operation.transfer
             if operation.number in self._operations and isinstance(transfer, ReadTransfer):
                 if self._detector.refuses(None):
-                    self._finish(operation, Miss.UNREACHABLE, now_s)
+                    self._end_operation(operation, Miss.UNREACHABLE, now_s)
                 else:
-                    self._request_chunks(operation, transfer, now_s)
+                    self._send_gets(operation, transfer, now_s)
                 if operation.number in self._operations and transfer.pending:
                     return
-            self._reads.popleft()
+            self._waiting_reads.popleft()
             operation.queued = False
 
-    def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
+    def _send_gets(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
         """GET pending bursts; chunks of suspects elsewhere, or the read fails."""
         moves, suspects = self.moves(now_s), self._peers.suspects
         # Only when a suspect was added since the last check; a replicated read asks another copy below.
@@ -587,8 +587,8 @@ class ClientMachine:
             silent = len(suspects) > 0 and any(
                 burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
             )
-            if silent and not transfer.avoid(suspects, self._stand_ins(transfer, now_s)):
-                self._finish(operation, Miss.UNREACHABLE, now_s)
+            if silent and not transfer.avoid(suspects, self._get_stand_ins(transfer, now_s)):
+                self._end_operation(operation, Miss.UNREACHABLE, now_s)
                 return
             transfer.checked_suspects = suspects.added
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
@@ -599,9 +599,9 @@ class ClientMachine:
             size_bytes = len(indices) * size_each
             if satellite in suspects:
                 transfer.pending.popleft()
-                if transfer.redirect(indices, satellite, Miss.UNREACHABLE, self._stand_ins(transfer, now_s)):
+                if transfer.redirect(indices, satellite, Miss.UNREACHABLE, self._get_stand_ins(transfer, now_s)):
                     continue
-                self._finish(operation, Miss.UNREACHABLE, now_s)
+                self._end_operation(operation, Miss.UNREACHABLE, now_s)
                 return
             lane = self._in_flight.lane(satellite)
             if not window.admits(size_bytes) or (lane is not None and not lane.admits(size_bytes)):
@@ -613,7 +613,7 @@ class ClientMachine:
         if requests:
             self._in_flight.transmit(requests, now_s)
 
-    def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
+    def _send_sets(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
         """SET pending bursts, with a stop after each."""
         pending, suspects, peers, gateway = transfer.pending, self._peers.suspects, self._peers, self._gateway
         one_beam = gateway is not None and not gateway.direct
@@ -626,10 +626,10 @@ class ClientMachine:
             satellite, indices = burst.satellite, burst.indices
             if suspects and satellite in suspects:
                 if not transfer.waive(indices):
-                    self._finish(operation, Miss.UNREACHABLE, now_s)
+                    self._end_operation(operation, Miss.UNREACHABLE, now_s)
                     return
                 if transfer.missing == 0:
-                    self._finish(operation, None, now_s)
+                    self._end_operation(operation, None, now_s)
                     return
                 pending.drop(len(indices))
                 continue
@@ -688,7 +688,7 @@ class ClientMachine:
         endings: dict[Operation, Miss | None] = {}
         for request, transfer, (_, echo_us, _, placed_chunks, duplicates, corrupt, foreign) in awaited_runs:
             size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-            self._in_flight.answered(request, (placed_chunks + duplicates) * size_each)
+            self._in_flight.count_answered(request, (placed_chunks + duplicates) * size_each)
             if request.gap_since_s is not None and transfer.has(request.indices):
                 self._in_flight.completed(request, now_s)
             proves_life = placed_chunks > 0 or self._gate is None
@@ -696,7 +696,7 @@ class ClientMachine:
                 self.counters.add("packets_malformed", corrupt)
             elif proves_life:
                 self._record_answer(request, echo_us, now_s)
-            if foreign and not _passes_over(request, transfer):
+            if foreign and not _continues_despite_other_version(request, transfer):
                 endings[request.operation] = Miss.OTHER_VERSION
             elif foreign and transfer.missing:
                 self._in_flight.retire(request)
@@ -714,7 +714,7 @@ class ClientMachine:
             elif request.operation not in endings:
                 endings[request.operation] = None if verified(transfer.info, transfer.landing) else Miss.CORRUPT
         for operation, failure in endings.items():
-            self._finish(operation, failure, now_s)
+            self._end_operation(operation, failure, now_s)
 
     def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
         """Process mixed packets, joined by receive offload."""
@@ -743,14 +743,14 @@ class ClientMachine:
         if request is None or ground != self.config.ground:
             self.counters.add("packets_unexpected")
             return
-        if self._is_new(request, packet):
+        if self._is_latest_answer(request, packet):
             round_trip_s = self._record_answer(request, echo_us, now_s)
             self._clock.report(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
         transfer = request.operation.transfer
         if not isinstance(transfer, WriteTransfer):
             self.counters.add("packets_unexpected")
         elif key == transfer.info.key:
-            self._stored(request, transfer, range(first, first + stride * count, stride), credit, now_s)
+            self._on_stored(request, transfer, range(first, first + stride * count, stride), credit, now_s)
 
     def _receive_control(self, view: memoryview, now_s: float) -> None:
         """Process any other packet whose checksums are right.
@@ -763,7 +763,7 @@ class ClientMachine:
         speaker = SatelliteId(header.source.plane, header.source.slot)
         if header.op is Op.GONE and header.ground == self.config.ground:
             if self._gate is None or self._peers.peer(speaker).is_new_notice(answer_number(view)):
-                self._gone.extend(unpack_dead(packet.body))
+                self._dead_values.extend(unpack_dead(packet.body))
             return
         if header.flags & FLAG_AUTHENTICATED:  # a gate would have removed the MAC
             raise MalformedPacket("an answer with a MAC, from satellites of which none is expected")
@@ -779,8 +779,8 @@ class ClientMachine:
             self._receive_answer(request, header, packet.body, now_s)
             return
         if speaker == request.satellite:
-            if not self._is_new(request, view):  # overtaken by a later answer, or a replay
-                self._receive_old(request, header, packet.body, now_s)
+            if not self._is_latest_answer(request, view):  # overtaken by a later answer, or a replay
+                self._receive_overtaken_answer(request, header, packet.body, now_s)
                 return
             round_trip_s = self._record_answer(request, header.timestamp_us, now_s)
         elif self._gate is not None and not self._may_speak_for(speaker, request, header.status):
@@ -793,23 +793,23 @@ class ClientMachine:
         if header.op is Op.PONG or header.status is Status.REFUSED:
             request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
         if header.op is Op.PONG:
-            request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
+            request.peer.on_capabilities(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
         self._receive_answer(request, header, packet.body, now_s)
 
     def _receive_answer(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
-            self._finish(operation, Miss.REFUSED, now_s)
+            self._end_operation(operation, Miss.REFUSED, now_s)
         elif header.op is Op.UNREACHABLE:
             # Its neighbours know that it is dead before its silence is long enough.
             if header.status is Status.NO_ROUTE and request.peer.heard_s < request.begun_s:
                 self._peers.suspects.add(request.satellite, now_s)
-            self._failed(request, Miss.UNREACHABLE, now_s)
+            self._on_request_failed(request, Miss.UNREACHABLE, now_s)
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
-            request.peer.declares(known, now_s)
-            request.peer.cannot(operation.op, now_s)
-            self._failed(request, Miss.UNSUPPORTED, now_s)
+            request.peer.on_capabilities(known, now_s)
+            request.peer.on_unsupported(operation.op, now_s)
+            self._on_request_failed(request, Miss.UNSUPPORTED, now_s)
         elif header.op is Op.BUSY:
             request.window.lost(now_s, request.peer.round_trip.smoothed_s)
         elif isinstance(transfer, WriteTransfer) and header.op is Op.ACK:
@@ -817,15 +817,15 @@ class ClientMachine:
             if selection.key != transfer.info.key:
                 return
             if header.status is not Status.OK:
-                self._failed(request, Miss.FULL, now_s)
+                self._on_request_failed(request, Miss.FULL, now_s)
             else:
-                self._stored(request, transfer, selection.indices(), header.credit, now_s)
+                self._on_stored(request, transfer, selection.indices(), header.credit, now_s)
         elif isinstance(transfer, ReadTransfer) and header.op is Op.MISS:
-            self._missed(request, transfer, header, Selection.unpack(body), now_s)
+            self._on_missing(request, transfer, header, Selection.unpack(body), now_s)
         elif transfer is None and header.op is _ANSWERS.get(operation.op):
-            self._finish(operation, None, now_s, bytes(body))
+            self._end_operation(operation, None, now_s, bytes(body))
         elif transfer is None and operation.op is Op.GET and header.op is Op.MISS:
-            self._finish(operation, Miss.MISSING, now_s)
+            self._end_operation(operation, Miss.MISSING, now_s)
         else:
             self.counters.add("packets_unexpected")
 
@@ -836,13 +836,15 @@ class ClientMachine:
         """
         return status is not Status.REFUSED or speaker == self._in_flight.beam(request.satellite)
 
-    def _receive_old(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
+    def _receive_overtaken_answer(
+        self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float
+    ) -> None:
         if header.op is Op.ACK and header.status is Status.OK:
             self._receive_answer(request, header, body, now_s)
         else:
             self.counters.add("packets_unexpected")
 
-    def _is_new(self, request: PacketRequest, answer: memoryview) -> bool:
+    def _is_latest_answer(self, request: PacketRequest, answer: memoryview) -> bool:
         """Return True if an answer is this request's latest, or without a gate."""
         if self._gate is None:
             return True
@@ -860,18 +862,18 @@ class ClientMachine:
         request.link.moved_s = now_s
         return elapsed_s or 0.0
 
-    def _stored(
+    def _on_stored(
         self, request: PacketRequest, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> None:
         newly_stored = transfer.acknowledge(transfer.of_request(indices, request.indices))
         if not newly_stored and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
             return
-        self._in_flight.answered(request, newly_stored * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        self._in_flight.count_answered(request, newly_stored * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         request.window.offer(credit * CREDIT_UNIT_BYTES)
         if request.in_flight_bytes == 0:
             self._in_flight.completed(request, now_s)
         if transfer.missing == 0:
-            self._finish(request.operation, None, now_s)
+            self._end_operation(request.operation, None, now_s)
         elif request.in_flight_bytes == 0:
             self._in_flight.retire(request)
         elif transfer.acknowledged[request.indices[-1]]:
@@ -879,7 +881,7 @@ class ClientMachine:
         else:
             self._in_flight.extend(request, now_s)
 
-    def _missed(
+    def _on_missing(
         self, request: PacketRequest, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
         # Only what this request asked for: a forged or stale MISS must not affect other chunks.
@@ -887,7 +889,7 @@ class ClientMachine:
         indices = [index for index in selection.indices() if index in requested]
         if selection.key != transfer.info.key or not indices:
             return
-        self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        self._in_flight.count_given_up(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         answer = Absence(
             request.satellite,
             self._clock.nearby(now_s),
@@ -898,7 +900,7 @@ class ClientMachine:
             now_s,
         )
         if failure := transfer.absent(indices, answer):
-            self._finish(request.operation, failure, now_s)
+            self._end_operation(request.operation, failure, now_s)
             return
         absent = set(indices)
         request.indices = [index for index in request.indices if index not in absent]
@@ -907,23 +909,23 @@ class ClientMachine:
             self._in_flight.retire(request)
         self._enqueue(request.operation)
 
-    def _failed(self, request: PacketRequest, failure: Miss, now_s: float) -> None:
+    def _on_request_failed(self, request: PacketRequest, failure: Miss, now_s: float) -> None:
         """Read a failed request's chunks elsewhere or leave them to copies; otherwise end the operation."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
             # If no satellite was heard, others would not answer either: the timeout ends the read.
             reachable = failure is not Miss.TIMEOUT or self._peers.any_heard_since(request.begun_s)
-            stand_ins = self._stand_ins(transfer, now_s) if reachable else None
+            stand_ins = self._get_stand_ins(transfer, now_s) if reachable else None
             saved = transfer.redirect(request.indices, request.satellite, failure, stand_ins)
             failure = failure if saved else transfer.why_ended(request.indices, failure)
         else:
             saved = transfer is not None and transfer.waive(request.indices)
         if not saved:
-            self._finish(request.operation, failure, now_s)
+            self._end_operation(request.operation, failure, now_s)
             return
         self._in_flight.retire(request)
         if isinstance(transfer, WriteTransfer) and transfer.missing == 0:
-            self._finish(request.operation, None, now_s)
+            self._end_operation(request.operation, None, now_s)
         else:
             self._enqueue(request.operation)
 
@@ -931,8 +933,8 @@ class ClientMachine:
 
     def next_timer_s(self) -> float | None:
         timer_s = min(self._in_flight.next_timer_s(), self._detector.next_s, self._keepalive.next_s)
-        if self._quiet_until_s > -math.inf and self.wants_to_send:
-            timer_s = min(timer_s, self._quiet_until_s)
+        if self._sending_paused_until_s > -math.inf and self.wants_to_send:
+            timer_s = min(timer_s, self._sending_paused_until_s)
         return timer_s if timer_s < math.inf else None
 
     @property
@@ -942,8 +944,8 @@ class ClientMachine:
 
     def handle_timer(self, now_s: float) -> None:
         self._update_gateway(now_s)
-        if now_s >= self._quiet_until_s:
-            self._quiet_until_s = -math.inf
+        if now_s >= self._sending_paused_until_s:
+            self._sending_paused_until_s = -math.inf
         for request in self._in_flight.overdue(now_s):
             if self._in_flight.by_id.get(request.request_id) is not request:
                 continue  # its operation has ended meanwhile
@@ -952,29 +954,31 @@ class ClientMachine:
                 continue
             satellite, centre = request.satellite, self._sky.centre_at(self.moves(now_s))
             # Is this satellite dead, or the gateway, or everything? Probes find out while the request is repeated.
-            if request.operation.number not in self._probes:
-                self._probe(self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s)
+            if request.operation.number not in self._probe_operations:
+                self._send_probes(
+                    self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s
+                )
             if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):
-                self._failed(request, failure, now_s)
+                self._on_request_failed(request, failure, now_s)
             elif request.operation.transfer is None and request.operation.op not in ALWAYS_SENT:
                 self._ping_beside_question(satellite, now_s)
         if now_s >= self._keepalive.next_s:
-            late, announcements = self._keepalive.take_due(now_s, self._places_of_write)
+            late, announcements = self._keepalive.take_due(now_s, self._get_places_of_write)
             for satellite, body in announcements:  # unacknowledged
                 self.cancel(self.ask(Op.RETAIN, body, satellite, now_s, once=True))
             for number in late:
-                self._finish(self._operations[number], Miss.INTERRUPTED, now_s)
+                self._end_operation(self._operations[number], Miss.INTERRUPTED, now_s)
         if now_s >= self._detector.next_s:
-            self._probe(self._detector.take_due_probes(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
+            self._send_probes(self._detector.take_due_probes(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
         """PING the satellite: was the answer lost, or the operation unknown?"""
-        if self._pings_beside.get(satellite) not in self._probes:
-            self._pings_beside[satellite] = self._probe([(satellite, False)], now_s)
+        if self._pings_beside.get(satellite) not in self._probe_operations:
+            self._pings_beside[satellite] = self._send_probes([(satellite, False)], now_s)
 
-    def _probe(self, probes: Probes, now_s: float) -> int:
+    def _send_probes(self, probes: Probes, now_s: float) -> int:
         number = 0
         for satellite, once in probes:
             number = self.ask(Op.PING, b"", satellite, now_s, once=once)
-            self._probes.add(number)
+            self._probe_operations.add(number)
         return number

@@ -145,7 +145,7 @@ class InFlight:
         self._ground = ground
         self._credit = min(peers.inbound.limit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
-        self._alarm_s = math.inf
+        self._earliest_deadline_s = math.inf
         """Lower bound of all deadlines: most are postponed."""
         self._next_request_id = first_request_id
         self._sequence = 0
@@ -159,7 +159,7 @@ class InFlight:
     def lane(self, satellite: SatelliteId) -> Window | None:
         return self._peers.lane(self.beam(satellite))
 
-    def _up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
+    def _get_up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
         if op is Op.SET or self._peers.up_bytes_s == math.inf:
             return 0.0
         return self._peers.outbound(self.beam(satellite)).in_flight_bytes / self._peers.up_bytes_s
@@ -181,11 +181,11 @@ class InFlight:
         if peer.heard_s + STALE_S < now_s:
             peer.round_trip.forget()
         # At most ``give_up_s``: a peer that answered late may be dead by now.
-        timeout_s = min(_timeout_s(peer, lane or window) + self._up_queue_s(op, satellite), self._give_up_s)
+        timeout_s = min(_timeout_s(peer, lane or window) + self._get_up_queue_s(op, satellite), self._give_up_s)
         if isinstance(transfer, ReplicatedRead) and transfer.hedge:
             timeout_s = min(timeout_s, max(transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
         request = PacketRequest(
-            request_id or self._take_id(),
+            request_id or self._take_request_id(),
             operation,
             satellite,
             indices,
@@ -197,7 +197,9 @@ class InFlight:
             peer,
             lane,
         )
-        self._alarm_s = min(self._alarm_s, request.deadline_s) if self.by_id else request.deadline_s
+        self._earliest_deadline_s = (
+            min(self._earliest_deadline_s, request.deadline_s) if self.by_id else request.deadline_s
+        )
         self.by_id[request.request_id] = request
         if isinstance(transfer, ReadTransfer):
             self.awaited[request.request_id] = transfer.landing
@@ -220,7 +222,7 @@ class InFlight:
             for request in requests:
                 ends = request.satellite, request.request_id
                 batch = self._pack_set(transfer, request.indices, *ends, request.moves, now_s)
-                self._queue(batch, self.beam(request.satellite), now_s)
+                self._queue_packets(batch, self.beam(request.satellite), now_s)
             return
         # Reads and questions are single packets: one native call builds them from one prefix.
         rows, beams = [], []
@@ -236,15 +238,15 @@ class InFlight:
         prefix = self._prefix(operation.op, first.satellite, first.request_id, first.moves, 0, now_s)
         packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
         for packet, beam in zip(packets, beams, strict=True):
-            self._queue(single(packet), beam, now_s)
+            self._queue_packets(single(packet), beam, now_s)
 
-    def _queue(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
+    def _queue_packets(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
         """Queue a batch, signed again when repeated: MACs carry a time."""
         self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
     def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
         """Return the id and packet of a GET, to register with ``begin``."""
-        request_id = self._take_id()
+        request_id = self._take_request_id()
         prefix = self._prefix(Op.GET, satellite, request_id, moves, 0, now_s)
         address = _wire_address(satellite)
         row = address, _GROUND | address, request_id, body
@@ -255,7 +257,7 @@ class InFlight:
         self, transfer: WriteTransfer, satellite: SatelliteId, moves: Moves, now_s: float
     ) -> tuple[int, SegmentBatch]:
         """Return the id and batch of a SET of a whole value, as ``pack_get``."""
-        request_id, indices = self._take_id(), range(transfer.info.chunks)
+        request_id, indices = self._take_request_id(), range(transfer.info.chunks)
         return request_id, self._pack_set(transfer, indices, satellite, request_id, moves, now_s)
 
     def _pack_set(
@@ -267,7 +269,7 @@ class InFlight:
         moves: Moves,
         now_s: float,
     ) -> SegmentBatch:
-        refs, payloads = transfer.of_these(indices)
+        refs, payloads = transfer.refs_and_payloads_of(indices)
         sequence = self._take_sequence(len(payloads))
         prefix = self._prefix(Op.SET, satellite, request_id, moves, sequence, now_s)
         return prefixed_batch(prefix, refs, payloads, sequence)
@@ -281,7 +283,7 @@ class InFlight:
         journey = HOP_LIMIT, 0, 0, microseconds(now_s) & 0xFFFFFFFF
         return _COMMAND_PREFIX.pack(*outer, VERSION, op, 0, Status.OK, *ends, *journey, *moves, self._credit, 0, 0)
 
-    def _take_id(self) -> int:
+    def _take_request_id(self) -> int:
         request_id = self._next_request_id
         self._next_request_id = request_id % 0xFFFFFFFF + 1
         return request_id
@@ -297,14 +299,14 @@ class InFlight:
 
     # --- answers ---
 
-    def answered(self, request: PacketRequest, size_bytes: int) -> None:
+    def count_answered(self, request: PacketRequest, size_bytes: int) -> None:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
         if request.lane is not None:
             request.lane.answered(size_bytes)
 
-    def refused(self, request: PacketRequest, size_bytes: int) -> None:
+    def count_given_up(self, request: PacketRequest, size_bytes: int) -> None:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.given_up(size_bytes)
@@ -315,14 +317,14 @@ class InFlight:
         if self.by_id.pop(request.request_id, None) is not None:
             self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
-            self.refused(request, request.in_flight_bytes)
+            self.count_given_up(request, request.in_flight_bytes)
 
     def drop(self, operation: Operation) -> None:
         for request_id in operation.requests:
             request = self.by_id.pop(request_id)
             self.awaited.pop(request_id, None)
             if request.in_flight_bytes:
-                self.refused(request, request.in_flight_bytes)
+                self.count_given_up(request, request.in_flight_bytes)
         operation.requests.clear()
 
     def extend(self, request: PacketRequest, now_s: float) -> None:
@@ -351,21 +353,21 @@ class InFlight:
 
     def next_timer_s(self) -> float:
         """Return when to check for overdue requests, or earlier."""
-        return self._alarm_s if self.by_id else math.inf
+        return self._earliest_deadline_s if self.by_id else math.inf
 
     def overdue(self, now_s: float) -> list[PacketRequest]:
-        if now_s < self._alarm_s:
+        if now_s < self._earliest_deadline_s:
             return []
         # The alarm may be early, because deadlines are mostly postponed. Then nothing is overdue, and the next alarm is
         # set.
         overdue = [request for request in self.by_id.values() if request.deadline_s <= now_s]
         later = (request.deadline_s for request in self.by_id.values() if request.deadline_s > now_s)
-        self._alarm_s = min(later, default=math.inf)
+        self._earliest_deadline_s = min(later, default=math.inf)
         return overdue
 
     def _set_deadline(self, request: PacketRequest, deadline_s: float) -> None:
         request.deadline_s = deadline_s
-        self._alarm_s = min(self._alarm_s, deadline_s)
+        self._earliest_deadline_s = min(self._earliest_deadline_s, deadline_s)
 
     def hedge(self, request: PacketRequest, now_s: float) -> bool:
         transfer = request.operation.transfer
@@ -386,19 +388,21 @@ class InFlight:
                 self.retire(request)
                 return None
         satellite = request.satellite
-        ignored = transfer is None and self._ignored(request)
+        ignored = transfer is None and self._was_ignored(request)
         if ignored and request.heard_beside >= _UNSUPPORTED_TRIES:
-            request.peer.cannot(request.operation.op, now_s)
+            request.peer.on_unsupported(request.operation.op, now_s)
             return Miss.UNSUPPORTED
         # 2. Silence counts from the last answer to anything: a satellite that answers others is busy, not dead.
-        silent_until_s = self._peers.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
+        silent_until_s = self._peers.silent_since_s(satellite, request.begun_s) + self._get_allowed_silence_s(
+            request.peer
+        )
         if now_s >= silent_until_s or now_s >= request.begun_s + _MAX_PARTIAL * self._give_up_s:
-            self._suspect_all(request.operation, now_s)
+            self._suspect_silent_satellites(request.operation, now_s)
             self._peers.suspects.add(satellite, now_s)
             return Miss.TIMEOUT
         if satellite in self._peers.suspects and request.operation.op not in ALWAYS_SENT:
             return Miss.UNREACHABLE  # an earlier request to it has shown it silent meanwhile
-        if not ignored and self._still_queued(request, now_s):  # 3. its turn has not come
+        if not ignored and self._is_still_queued(request, now_s):  # 3. its turn has not come
             return None
         stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
         if stands_in and request.attempts >= _STAND_IN_TRIES:
@@ -407,10 +411,10 @@ class InFlight:
         if request.once:  # 4. or, for a question that is sent once, the last wait
             self._set_deadline(request, silent_until_s)
         else:
-            self._repeat(request, wanted, moves, silent_until_s, now_s)
+            self._retransmit(request, wanted, moves, silent_until_s, now_s)
         return None
 
-    def _repeat(
+    def _retransmit(
         self, request: PacketRequest, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float
     ) -> None:
         round_trip = request.peer.round_trip
@@ -419,7 +423,7 @@ class InFlight:
         alive = request.heard_beside or request.peer.heard_s > request.sent_s
         backoff = 1 if alive else min(2 ** (request.attempts - 1), _MAX_BACKOFF)
         timeout_s = round_trip.timeout_s()
-        wait_s = min(timeout_s * backoff, max(timeout_s, self._silence_s(request.peer) / _MIN_TRIES))
+        wait_s = min(timeout_s * backoff, max(timeout_s, self._get_allowed_silence_s(request.peer) / _MIN_TRIES))
         self._set_deadline(request, min(now_s + wait_s, silent_until_s))
         request.attempts += 1
         request.gap_seen = False
@@ -431,11 +435,11 @@ class InFlight:
             request.moves = moves
         self.transmit([request], now_s)
 
-    def _silence_s(self, peer: Peer) -> float:
+    def _get_allowed_silence_s(self, peer: Peer) -> float:
         """Return the allowed silence: longer if recent answers were late."""
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
-    def _ignored(self, request: PacketRequest) -> bool:
+    def _was_ignored(self, request: PacketRequest) -> bool:
         """Return True if a satellite that may not know this operation answered packets since its last repetition, sent
         beside a PING.
         """
@@ -446,13 +450,13 @@ class InFlight:
         request.heard_beside += answered
         return answered
 
-    def _suspect_all(self, operation: Operation, now_s: float) -> None:
+    def _suspect_silent_satellites(self, operation: Operation, now_s: float) -> None:
         for request in map(self.by_id.__getitem__, operation.requests):
             since_s = self._peers.silent_since_s(request.satellite, request.begun_s)
-            if now_s >= since_s + _NEARLY_SILENT * self._silence_s(request.peer):
+            if now_s >= since_s + _NEARLY_SILENT * self._get_allowed_silence_s(request.peer):
                 self._peers.suspects.add(request.satellite, now_s)
 
-    def _still_queued(self, request: PacketRequest, now_s: float) -> bool:
+    def _is_still_queued(self, request: PacketRequest, now_s: float) -> bool:
         """Return True if the satellite still answers earlier requests; the timeout then starts at its last answer."""
         satellite = request.satellite
         if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):

@@ -124,26 +124,26 @@ class Burst(NamedTuple):
 
 
 class WaitingBursts:
-    __slots__ = ("_aside", "_bursts", "_heads")
+    __slots__ = ("_bursts", "_bursts_aside", "_next_bursts")
 
     def __init__(self, bursts: Iterable[Burst] = ()) -> None:
         self._bursts: dict[SatelliteId, deque[tuple[int, Burst]]] = {}
         for order, burst in enumerate(bursts):
             self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
-        self._heads = [(queue[0][0], satellite) for satellite, queue in self._bursts.items()]
-        self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
+        self._next_bursts = [(queue[0][0], satellite) for satellite, queue in self._bursts.items()]
+        self._bursts_aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._heads or self._aside)
+        return bool(self._next_bursts or self._bursts_aside)
 
     def __iter__(self) -> Iterator[Burst]:
         return (burst for _, burst in sorted(chain.from_iterable(self._bursts.values()), key=itemgetter(0)))
 
     def first(self) -> Burst | None:
-        return self._bursts[self._heads[0][1]][0][1] if self._heads else None
+        return self._bursts[self._next_bursts[0][1]][0][1] if self._next_bursts else None
 
     def drop(self, chunks: int) -> None:
-        order, satellite = self._heads[0]
+        order, satellite = self._next_bursts[0]
         queue = self._bursts[satellite]
         indices = queue[0][1].indices
         if chunks < len(indices):
@@ -151,28 +151,28 @@ class WaitingBursts:
             return
         queue.popleft()
         if queue:
-            heapq.heapreplace(self._heads, (queue[0][0], satellite))
+            heapq.heapreplace(self._next_bursts, (queue[0][0], satellite))
         else:
-            heapq.heappop(self._heads)
+            heapq.heappop(self._next_bursts)
             del self._bursts[satellite]
 
     def put_aside(self, window: Window) -> None:
-        self._aside.append((heapq.heappop(self._heads), window, window.passed_bytes, window.limit_bytes))
+        self._bursts_aside.append((heapq.heappop(self._next_bursts), window, window.passed_bytes, window.limit_bytes))
 
     def resume(self, all_of_them: bool) -> None:
-        if self._aside:
-            aside, self._aside = self._aside, []
+        if self._bursts_aside:
+            aside, self._bursts_aside = self._bursts_aside, []
             for entry in aside:
                 head, window, passed_bytes, limit_bytes = entry
                 if all_of_them or window.passed_bytes != passed_bytes or window.limit_bytes != limit_bytes:
-                    heapq.heappush(self._heads, head)
+                    heapq.heappush(self._next_bursts, head)
                 else:
-                    self._aside.append(entry)
+                    self._bursts_aside.append(entry)
 
     def clear(self) -> None:
         self._bursts.clear()
-        self._heads.clear()
-        self._aside.clear()
+        self._next_bursts.clear()
+        self._bursts_aside.clear()
 
 
 def _bursts_in_turn(
@@ -186,7 +186,7 @@ def _bursts_in_turn(
 
 
 @lru_cache(maxsize=32)
-def _plan(
+def _plan_bursts(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
     bursts = tuple(
@@ -199,7 +199,7 @@ def _plan(
 def planned(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    plan = _plan if chunks <= _CACHED_PLAN_CHUNKS else _plan.__wrapped__
+    plan = _plan_bursts if chunks <= _CACHED_PLAN_CHUNKS else _plan_bursts.__wrapped__
     return plan(chunks, satellites, servers, burst_chunks)
 
 
@@ -275,10 +275,10 @@ class ReadTransfer:
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self._where = where
         self._searches: dict[int, _Search] = {}
-        self._aside: list[Burst] = []
+        self._bursts_aside: list[Burst] = []
         """Bursts that wait until the stand-ins have served."""
-        self._sought: set[int] = set()
-        self._failures: dict[SatelliteId, Miss] = {}
+        self._asked_of_stand_ins: set[int] = set()
+        self._first_failures: dict[SatelliteId, Miss] = {}
         """First failure of each satellite that needed stand-ins: after a timeout it counts as unreachable, which is no
         news.
         """
@@ -290,9 +290,9 @@ class ReadTransfer:
         self._resume_aside()
 
     def _resume_aside(self) -> None:
-        if self._aside and all(self.arrived[index] for index in self._sought):
-            self.pending.extend(self._aside)
-            self._aside.clear()
+        if self._bursts_aside and all(self.arrived[index] for index in self._asked_of_stand_ins):
+            self.pending.extend(self._bursts_aside)
+            self._bursts_aside.clear()
             self.checked_suspects = None
 
     def has(self, indices: Sequence[int]) -> bool:
@@ -316,7 +316,7 @@ class ReadTransfer:
                 continue
             search = self._searches.get(index)
             if search is None:  # the first MISS of this chunk
-                search = self._searches[index] = _Search(answer.moves, self._likely(index, answer))
+                search = self._searches[index] = _Search(answer.moves, self._get_likely_places(index, answer))
             elif search.silent is not None:  # all places are being asked
                 if answer.asked_s < search.since_s or not self._answered_everywhere(search, answer):
                     continue
@@ -324,24 +324,24 @@ class ReadTransfer:
                     return Miss.MISSING
                 if not search.renew(answer.moves):
                     return self.why_ended((index,), Miss.UNDER_WAY) if search.silence else Miss.UNDER_WAY
-                search.left = self._likely(index, answer)
+                search.left = self._get_likely_places(index, answer)
             elif not search.left and search.renew(answer.moves):  # the box has moved: other places are likely now
-                search.left = self._likely(index, answer)
+                search.left = self._get_likely_places(index, answer)
             if search.left:
                 bursts.setdefault(search.left.popleft(), []).append(index)
             else:
-                for place in self._begin_everywhere(index, search, answer):
+                for place in self._search_everywhere(index, search, answer):
                     bursts.setdefault(place, []).append(index)
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         self.checked_suspects = None
         return None
 
-    def _likely(self, index: int, answer: Absence) -> deque[SatelliteId]:
+    def _get_likely_places(self, index: int, answer: Absence) -> deque[SatelliteId]:
         return self._get_other_places(index, answer.satellite, answer.nearby)
 
-    def _begin_everywhere(self, index: int, search: _Search, answer: Absence) -> set[SatelliteId]:
+    def _search_everywhere(self, index: int, search: _Search, answer: Absence) -> set[SatelliteId]:
         server = index % self.info.servers
-        search.silent = set(self._places(server, answer.everywhere()))
+        search.silent = set(self._get_places(server, answer.everywhere()))
         search.at, search.since_s, search.proof = answer.moves, answer.now_s, True
         return search.silent
 
@@ -351,11 +351,11 @@ class ReadTransfer:
         search.proof = search.proof and answer.settled and answer.moves == search.at == answer.counted
         return not search.silent
 
-    def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
+    def _get_places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
         return dict.fromkeys(self._where(moves)[server] for moves in at)
 
     def _get_other_places(self, index: int, satellite: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
-        places = self._places(index % self.info.servers, nearby)
+        places = self._get_places(index % self.info.servers, nearby)
         other_places = [place for place in places if place != satellite]
         return deque([*other_places, next(iter(places))] if other_places else [])
 
@@ -375,7 +375,7 @@ class ReadTransfer:
             if search is None or search.silent is None:
                 if stand_ins is None:
                     return False
-                search = self._stand_ins(index, satellite, failure, stand_ins)
+                search = self._search_stand_ins(index, satellite, failure, stand_ins)
                 for place in search.silent or ():
                     bursts.setdefault(place, []).append(index)
             assert search.silent is not None
@@ -386,13 +386,13 @@ class ReadTransfer:
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         return True
 
-    def _stand_ins(self, index: int, silent: SatelliteId, failure: Miss, stand_ins: StandIns) -> _Search:
+    def _search_stand_ins(self, index: int, silent: SatelliteId, failure: Miss, stand_ins: StandIns) -> _Search:
         at = stand_ins.at()
-        known_places = self._places(index % self.info.servers, at)
+        known_places = self._get_places(index % self.info.servers, at)
         places = [place for place in known_places if place != silent and not stand_ins.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
-        search.silence = self._failures.setdefault(silent, failure)
+        search.silence = self._first_failures.setdefault(silent, failure)
         self._searches[index] = search
         return search
 
@@ -414,13 +414,13 @@ class ReadTransfer:
         for burst in bursts:
             one_of_many = self.is_one_of_many(burst.indices)
             if burst.satellite in suspects and not one_of_many:
-                self._sought.update(burst.indices)
+                self._asked_of_stand_ins.update(burst.indices)
                 if not self.redirect(burst.indices, burst.satellite, Miss.UNREACHABLE, stand_ins):
                     return False
-            elif one_of_many or not self._sought.isdisjoint(burst.indices):
+            elif one_of_many or not self._asked_of_stand_ins.isdisjoint(burst.indices):
                 self.pending.append(burst)  # not put aside: what is put aside waits for it
             else:
-                self._aside.append(burst)
+                self._bursts_aside.append(burst)
         self._resume_aside()
         return True
 
@@ -491,7 +491,7 @@ class WriteTransfer:
         report = TransferReport(len(view), chunks, satellites)
         return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report=report)
 
-    def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
+    def refs_and_payloads_of(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
         if indices == range(len(self.acknowledged)):
             return self.refs, self.payloads
         refs = _rows(self.refs)
@@ -549,7 +549,7 @@ class ReplicatedRead(ReadTransfer):
         self.hedge = hedge
         self._copies = copies
         self._moves = moves
-        self._failed: set[SatelliteId] = set()
+        self._failed_satellites: set[SatelliteId] = set()
         if hedge == 0:
             for copy in copies[1:]:
                 self.pending.extend(planned(info.chunks, copy(moves), info.servers, burst_chunks)[0])
@@ -557,10 +557,10 @@ class ReplicatedRead(ReadTransfer):
     def redirect(
         self, indices: Sequence[int], satellite: SatelliteId, failure: Miss, stand_ins: StandIns | None = None
     ) -> bool:
-        self._failed.add(satellite)
+        self._failed_satellites.add(satellite)
         if super().redirect(indices, satellite, failure):
             return True
-        bursts = self._elsewhere(indices, satellite)
+        bursts = self._get_bursts_to_copies(indices, satellite)
         if bursts is None:
             return super().redirect(indices, satellite, failure, stand_ins)
         self.pending.extendleft(bursts)
@@ -568,11 +568,11 @@ class ReplicatedRead(ReadTransfer):
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
         """Ask the next copy for these chunks, too, if possible."""
-        bursts = self._elsewhere(indices, satellite)
+        bursts = self._get_bursts_to_copies(indices, satellite)
         self.pending.extend(bursts or ())
         return bool(bursts)
 
-    def _elsewhere(self, indices: Sequence[int], satellite: SatelliteId) -> list[Burst] | None:
+    def _get_bursts_to_copies(self, indices: Sequence[int], satellite: SatelliteId) -> list[Burst] | None:
         """Return bursts to other copies; None if a missing chunk has none."""
         places = [copy(self._moves) for copy in self._copies]
         wanted: dict[SatelliteId, list[int]] = {}
@@ -581,7 +581,11 @@ class ReplicatedRead(ReadTransfer):
                 continue
             satellites = (place[index % self.info.servers] for place in places)
             other = next(
-                (candidate for candidate in satellites if candidate != satellite and candidate not in self._failed),
+                (
+                    candidate
+                    for candidate in satellites
+                    if candidate != satellite and candidate not in self._failed_satellites
+                ),
                 None,
             )
             if other is None:
@@ -590,11 +594,11 @@ class ReplicatedRead(ReadTransfer):
         return [Burst(other, chunks) for other, chunks in wanted.items()]
 
     def _get_other_places(self, index: int, satellite: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
-        places = self._places(index % self.info.servers, nearby)
-        other_places = [place for place in places if place != satellite and place not in self._failed]
+        places = self._get_places(index % self.info.servers, nearby)
+        other_places = [place for place in places if place != satellite and place not in self._failed_satellites]
         return deque([*other_places, next(iter(places))] if other_places else [])
 
-    def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
+    def _get_places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
         return dict.fromkeys(copy(moves)[server] for moves in at for copy in self._copies)
 
 

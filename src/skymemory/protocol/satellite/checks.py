@@ -143,32 +143,34 @@ class Checks:
     def __init__(self, state: SatelliteState) -> None:
         self._state = state
         self._store = state.store
-        self._dead = state.history.dead
+        self._dead_settings = state.history.dead
         self._locator = state.locator
         self._outbox = state.outbox
         self._counters = state.counters
-        self._asked: dict[int, _Asked] = {}
+        self._pending_questions: dict[int, _Asked] = {}
         self._next_request_id = 0xC0000000 | state.config.first_request_id & 0x3FFFFFFF
 
     @property
     def asking(self) -> bool:
-        return bool(self._asked)
+        return bool(self._pending_questions)
 
     def ask(
         self, place: SatelliteId, checks: list[Check], on_answer: OnAnswer, now_s: float, answer_s: float = ANSWER_S
     ) -> None:
         """Send CHECKs; ``on_answer`` is called for each packet answered in time. Nothing is repeated."""
-        self._asked = {n: question for n, question in self._asked.items() if question.until_s > now_s}
+        self._pending_questions = {
+            n: question for n, question in self._pending_questions.items() if question.until_s > now_s
+        }
         for at in range(0, len(checks), MAX_CHECKS_PER_PACKET):
             page = checks[at : at + MAX_CHECKS_PER_PACKET]
             number = self._next_request_id
             self._next_request_id = 0xC0000000 | (number + 1) & 0x3FFFFFFF
-            self._asked[number] = _Asked(place, page, on_answer, now_s + answer_s)
+            self._pending_questions[number] = _Asked(place, page, on_answer, now_s + answer_s)
             self._counters.add("questions_asked")
             self._outbox.command(Op.CHECK, place, number, pack_checks(page), now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        question = self._asked.pop(packet.header.request_id, None)
+        question = self._pending_questions.pop(packet.header.request_id, None)
         results = unpack_found(packet.body)
         if question is not None and len(results) == len(question.checks):
             same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
@@ -188,7 +190,9 @@ class Checks:
             if missing <= 0:
                 results.append(CheckResult.WHOLE)
             elif (
-                size_bytes > room_bytes or self._dead.get(check.key) == check.setting or _taken_by_others(check, share)
+                size_bytes > room_bytes
+                or self._dead_settings.get(check.key) == check.setting
+                or _is_taken_by_others(check, share)
             ):
                 results.append(CheckResult.NO_ROOM)
             else:
@@ -197,7 +201,7 @@ class Checks:
         self._outbox.reply(packet.header, Op.CHECKED, pack_found(results), now_s, flags=FLAG_SETTLED if settled else 0)
 
 
-def _taken_by_others(check: Check, share: Share) -> bool:
+def _is_taken_by_others(check: Check, share: Share) -> bool:
     return any(
         index % check.servers == check.server and setting_of(ref) != check.setting for index, (ref, _) in share.items()
     )
@@ -230,7 +234,7 @@ class Replicas:
         packed = latest_ref(share)
         ref = ChunkRef.unpack(packed)
         further = (ref.tag.server + distance) % min(ref.tag.servers, ref.chunks)
-        shares = [*self._not_whole(packed, before is None), Check.of(packed, further)]
+        shares = [*self._get_checks_of_incomplete(packed, before is None), Check.of(packed, further)]
         wanted = dict.fromkeys(shares if self.missing(shares[-1]) else shares[:-1])
         return [(check, places) for check in wanted if (places := self.get_other_places(packed, check.server, before))]
 
@@ -238,7 +242,10 @@ class Replicas:
         self, packed: bytes, before: Moves | None = None
     ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
         """Return a value's shares that are not whole here, with the other copies' satellites."""
-        return [(check, self.get_other_places(packed, check.server, before)) for check in self._not_whole(packed, True)]
+        return [
+            (check, self.get_other_places(packed, check.server, before))
+            for check in self._get_checks_of_incomplete(packed, True)
+        ]
 
     def missing(self, check: Check) -> list[int]:
         """Return a share's missing chunks, limited because a reference may claim any number."""
@@ -251,33 +258,33 @@ class Replicas:
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             for replica in self._replicas:
                 try:
-                    places[self._servers(packed, moves, replica)[server]] = None
+                    places[self._get_satellites(packed, moves, replica)[server]] = None
                 except InvalidInput:  # a box too small for all copies, or an unknown placement
                     break
         return tuple(place for place in places if place != self._here)
 
-    def _not_whole(self, packed: bytes, ours: bool) -> list[Check]:
+    def _get_checks_of_incomplete(self, packed: bytes, ours: bool) -> list[Check]:
         """Return shares that are here in part and, with ``ours``, those that should be here."""
         ref = ChunkRef.unpack(packed)
         share = self._store.shares.get(ref.key, {})
         servers = {index % ref.tag.servers for index in share} if share else set[int]()
         if ours:
-            servers |= self._belonging(packed)
+            servers |= self._get_own_servers(packed)
         checks = [Check.of(packed, server) for server in sorted(servers) if server < ref.chunks]
         held_counts = {check: len(check.held_in(share)) for check in checks}
         return [check for check in checks if held_counts[check] < check.expected and (held_counts[check] or ours)]
 
-    def _belonging(self, packed: bytes) -> set[int]:
+    def _get_own_servers(self, packed: bytes) -> set[int]:
         belonging = set[int]()
         for replica in self._replicas:
             try:
-                places = self._servers(packed, self._locator.moves, replica)
+                places = self._get_satellites(packed, self._locator.moves, replica)
             except InvalidInput:
                 break
             belonging.update(server for server, place in enumerate(places) if place == self._here)
         return belonging
 
-    def _servers(self, packed: bytes, moves: Moves, replica: int) -> tuple[SatelliteId, ...]:
+    def _get_satellites(self, packed: bytes, moves: Moves, replica: int) -> tuple[SatelliteId, ...]:
         tag = ChunkRef.unpack(packed).tag
         set_moves = tag.slot_moves, tag.plane_moves
         return self._sky.servers_at(tag.strategy, tag.servers, set_moves, moves, replica)
@@ -325,7 +332,7 @@ class LossProofs:
             for index in sorted(indices)[:MAX_CHECKS_PER_PACKET]:
                 name = packed[_PLACEMENT], index % ref.tag.servers
                 if name not in places:
-                    places[name] = self._places(ref, name[1], now_s)
+                    places[name] = self._get_places(ref, name[1], now_s)
                 case.left[index] = set(places[name])
             new_packets = 0
             for index, satellites in case.left.items():
@@ -335,12 +342,12 @@ class LossProofs:
                     new_packets += len(place_questions) % MAX_CHECKS_PER_PACKET == 0
                     place_questions.append((case, check))
             questions += new_packets if questions or len(places) > 1 else 1
-            self._judge(case, now_s)  # for some chunk, there may be no satellite to ask
+            self._report_if_lost(case, now_s)  # for some chunk, there may be no satellite to ask
         for place, place_questions in by_place.items():
             for at in range(0, len(place_questions), MAX_CHECKS_PER_PACKET):
-                self._ask(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
+                self._send_questions(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
-    def _ask(self, place: SatelliteId, questions: Sequence[tuple[_Case, Check]], now_s: float) -> None:
+    def _send_questions(self, place: SatelliteId, questions: Sequence[tuple[_Case, Check]], now_s: float) -> None:
         def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for (case, check), what in zip(questions, answer.found, strict=True):
                 if check.server not in case.left:
@@ -351,17 +358,17 @@ class LossProofs:
                         case.on_proof(case.packed, False, answered_s)
                 elif answer.same_moves and answer.settled and answered_s - case.asked_s <= PROOF_S:
                     case.left[check.server].discard(place)
-                    self._judge(case, answered_s)
+                    self._report_if_lost(case, answered_s)
 
         self._checks.ask(place, [check for _, check in questions], on_answer, now_s, PROOF_S)
 
-    def _judge(self, case: _Case, now_s: float) -> None:
+    def _report_if_lost(self, case: _Case, now_s: float) -> None:
         lost = [index for index, places in case.left.items() if not places]
         if lost and case.moves == self._locator.moves and self._state.is_settled(case.packed[:KEY_BYTES], lost, now_s):
             case.left.clear()
             case.on_proof(case.packed, True, now_s)
 
-    def _places(self, ref: ChunkRef, server: int, now_s: float) -> set[SatelliteId]:
+    def _get_places(self, ref: ChunkRef, server: int, now_s: float) -> set[SatelliteId]:
         """Return the other satellites that can have had a server's chunks since the SET."""
         tag = ref.tag
         set_moves, placement = (tag.slot_moves, tag.plane_moves), self._sky.placement(tag.strategy, tag.servers)

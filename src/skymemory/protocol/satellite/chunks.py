@@ -74,8 +74,8 @@ class ChunkService:
         self._gate = gate
         self._here = state.address.pack().to_bytes(4, "big")
         beam = Address(state.address.plane, state.address.slot, GROUND_SHELL)
-        self._by_our_beam = self._here + beam.pack().to_bytes(4, "big")
-        self._unanswered: dict[bytes, _PendingAck] = {}
+        self._own_address_and_beam = self._here + beam.pack().to_bytes(4, "big")
+        self._pending_acks: dict[bytes, _PendingAck] = {}
         self._now_s = -math.inf
         self.waited_s = 0.0
         """Wait of the current packets in ``Postponed``."""
@@ -87,7 +87,7 @@ class ChunkService:
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
-            or view[_ADDRESSES] != self._by_our_beam  # destination and source
+            or view[_ADDRESSES] != self._own_address_and_beam  # destination and source
             or isinstance(source, SatelliteId)
             or busy
         ):
@@ -129,7 +129,7 @@ class ChunkService:
             guard = self._gate.guard(now_s)
         self._now_s = now_s
         room_bytes = self._store.limit_bytes - self._store.used_bytes
-        return self._by_our_beam, self._store.shares, settled, room_bytes, self._outbox.terms(now_s), guard
+        return self._own_address_and_beam, self._store.shares, settled, room_bytes, self._outbox.terms(now_s), guard
 
     def count_served(self, served: Sequence[native.Served]) -> int:
         """Account for ``plain_requests``. Return their packets."""
@@ -162,7 +162,7 @@ class ChunkService:
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
-            request = self._pending_ack(view, start, ref)
+            request = self._get_pending_ack(view, start, ref)
             self._locator.home(ref)  # raises for an impossible placement
         except (MalformedPacket, InvalidInput):
             self._counters.add("packets_malformed", len(indices))
@@ -191,18 +191,18 @@ class ChunkService:
             ref = bytes(segment[body_at:payload_at])
             try:
                 index = ChunkRef.unpack(ref).index
-                request = self._pending_ack(segment, start, ref)
+                request = self._get_pending_ack(segment, start, ref)
                 self._locator.home(ref)
             except (MalformedPacket, InvalidInput):
                 self._counters.add("packets_malformed")
                 continue
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
-    def _pending_ack(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
+    def _get_pending_ack(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
-        request = self._unanswered.get(name)
+        request = self._pending_acks.get(name)
         if request is None:
-            request = self._unanswered[name] = _PendingAck(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
+            request = self._pending_acks[name] = _PendingAck(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
             if request.header.op is Op.SET:
                 self._outbox.credit.record_sender(request.header.ground, self._now_s)
         return request
@@ -260,13 +260,13 @@ class ChunkService:
 
     def acknowledge(self, now_s: float) -> None:
         """Send ACKs for what was stored or refused."""
-        if not self._unanswered:
+        if not self._pending_acks:
             return
-        for request in self._unanswered.values():
+        for request in self._pending_acks.values():
             for indices, status in ((request.taken, Status.OK), (request.refused, Status.FULL)):
                 for body in Selection.pack_cover(request.key, indices):
                     self._outbox.reply(request.header, Op.ACK, body, now_s, status)
-        self._unanswered.clear()
+        self._pending_acks.clear()
 
     # --- All other requests ---
 

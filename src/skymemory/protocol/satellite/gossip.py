@@ -95,9 +95,9 @@ class Gossip:
         self._replicas = Replicas(state) if config.replicas > 1 else None
         self._evicted: dict[bytes, bytes] = {} if state.store.evicted is None else state.store.evicted
         self._due_s = math.inf
-        self._number = microseconds(now_s) // 1000 & 0xFFFFFFFF
+        self._notice_number = microseconds(now_s) // 1000 & 0xFFFFFFFF
         """Number of the last notice, not to be repeated after a restart."""
-        self._seen: OrderedDict[tuple[Address, int], None] = OrderedDict()
+        self._seen_notices: OrderedDict[tuple[Address, int], None] = OrderedDict()
 
     # --- Evictions of this satellite ---
 
@@ -120,15 +120,15 @@ class Gossip:
             at_home = [ref for ref in refs if self._locator.home(ref) == self._here]
             self._announce(at_home, now_s)
             away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in at_home]
-            self._proofs.ask(away, self._proved, now_s)
+            self._proofs.ask(away, self._on_proof, now_s)
         else:
-            self._ask_others(self._replicas, refs, now_s)
+            self._ask_about_copies(self._replicas, refs, now_s)
 
-    def _proved(self, ref: bytes, lost: bool, now_s: float) -> None:
+    def _on_proof(self, ref: bytes, lost: bool, now_s: float) -> None:
         if lost:
             self._announce([ref], now_s)
 
-    def _ask_others(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
+    def _ask_about_copies(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
         """Request proofs for values with a share that is whole in no copy; silent satellites count as having theirs."""
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
@@ -145,51 +145,51 @@ class Gossip:
                 places_left[check] -= what is not CheckResult.WHOLE and answer.same_moves
                 if places_left[check] == 0:
                     doubt(check)
-            self._prove(doubtful, answered_s)
+            self._request_proofs(doubtful, answered_s)
 
         for ref in refs:
             for check, satellites in replicas.find_incomplete_shares(
-                ref, self._locator.before if self._margin() else None
+                ref, self._locator.before if self._get_margin() else None
             ):
                 places_left[check] = len(satellites)
                 if not satellites:
                     doubt(check)
                 for place in satellites:
                     by_place.setdefault(place, []).append(check)
-        self._prove(doubtful, now_s)
+        self._request_proofs(doubtful, now_s)
         for place, checks in by_place.items():
             self._checks.ask(place, checks, on_answer, now_s)
 
-    def _prove(self, doubtful: list[tuple[bytes, list[int]]], now_s: float) -> None:
+    def _request_proofs(self, doubtful: list[tuple[bytes, list[int]]], now_s: float) -> None:
         if doubtful:
-            self._proofs.ask(doubtful, self._proved, now_s)
+            self._proofs.ask(doubtful, self._on_proof, now_s)
             doubtful.clear()
 
     def _announce(self, refs: Sequence[bytes], now_s: float) -> None:
         by_region: dict[Region, list[Dead]] = {}
         for ref in refs:
-            by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
+            by_region.setdefault(self._get_region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
         for region, dead in by_region.items():
             self.purge(dead, now_s)
             for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
-                self._begin(region, tuple(dead[at : at + MAX_DEAD_PER_PACKET]), now_s)
+                self._flood_notice(region, tuple(dead[at : at + MAX_DEAD_PER_PACKET]), now_s)
 
-    def _begin(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
-        self._number = (self._number + 1) & 0xFFFFFFFF
+    def _flood_notice(self, region: Region, dead: tuple[Dead, ...], now_s: float) -> None:
+        self._notice_number = (self._notice_number + 1) & 0xFFFFFFFF
         origin = Address(*self._here)
-        self._remember((origin, self._number))
+        self._remember((origin, self._notice_number))
         # Enough to reach the centre and cross the rectangle, plus two.
         torus = self._sky.torus
         hops_to_centre = torus.hops(self._here, torus.living(region.centre))
         hops = min(255, hops_to_centre + region.north + region.south + region.west + region.east + 2)
-        notice = Notice(origin, self._number, region, hops, self.notify_ground(dead, now_s), dead)
+        notice = Notice(origin, self._notice_number, region, hops, self.notify_ground(dead, now_s), dead)
         self._forward(notice, None, now_s)
 
-    def _region(self, ref: bytes) -> Region:
+    def _get_region(self, ref: bytes) -> Region:
         tag = ref[TAG_OFFSET:]
         servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
         set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
-        margin = self._margin()
+        margin = self._get_margin()
         try:
             placement = self._sky.placement(strategy, servers)
         except InvalidInput:
@@ -198,7 +198,7 @@ class Gossip:
         north, south = (0, 0) if self._config.plane_only else (box.north, box.height - 1 - box.north)
         return Region(centre, north + margin, south + margin, box.west + margin, box.width - 1 - box.west + margin)
 
-    def _margin(self) -> int:
+    def _get_margin(self) -> int:
         """Return the tolerated rows and columns off the box: 1 during a handover."""
         return 0 if self._handover.at_rest else 1
 
@@ -210,7 +210,7 @@ class Gossip:
         if packet.header.ground or packet.header.source.shell:
             raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
         name = (notice.origin, notice.number)
-        if name in self._seen:
+        if name in self._seen_notices:
             self._counters.add("notices_repeated")
             return
         self._remember(name)
@@ -238,9 +238,9 @@ class Gossip:
                 self._outbox.command(Op.NOTICE, target, notice.number, body, now_s)
 
     def _remember(self, name: tuple[Address, int]) -> None:
-        self._seen[name] = None
-        if len(self._seen) > _REMEMBERED_NOTICES:
-            self._seen.popitem(last=False)
+        self._seen_notices[name] = None
+        if len(self._seen_notices) > _REMEMBERED_NOTICES:
+            self._seen_notices.popitem(last=False)
 
     # --- Dropping dead values: also for ``Sweep`` ---
 

@@ -104,50 +104,52 @@ class ChunkHandover:
         self.chunks_planned = 0
         self._lateness = lateness or Lateness()
         self._most_bursts = window_bursts
-        self._window = float(window_bursts)
+        self._window_bursts = float(window_bursts)
         self._heard_s = -math.inf
-        self._cut_until_s = -math.inf
-        self._shortest_s: dict[SatelliteId, float] = {}
+        self._window_halved_until_s = -math.inf
+        self._shortest_round_trip_s: dict[SatelliteId, float] = {}
         self._timeout_s = timeout_s
         self._pacer = pacer or Pacer()
         self._round_trip = RoundTrip()
-        self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
-        self._queued: set[Leaving] = set()
-        self._renamed: dict[Leaving, AsCopy] = {}
+        self._bursts_to_leave: deque[tuple[SatelliteId, list[Leaving]]] = deque()
+        self._queued_chunks: set[Leaving] = set()
+        self._leaving_as_copy: dict[Leaving, AsCopy] = {}
         self._in_flight: dict[int, MigrateBurst] = {}
-        self._copied: dict[ChunkName, float] = {}
-        self._strays: dict[Leaving, float] = {}
+        self._deletion_s: dict[ChunkName, float] = {}
+        self._stray_due_s: dict[Leaving, float] = {}
         self._stray_times: list[tuple[float, Leaving]] = []
-        self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
+        self._backoffs: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
         """Time of the next try and wait, by destination and key."""
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
-        """Strays whose destination was silent, with their entry of ``_retries``."""
+        """Strays whose destination was silent, with their entry of ``_backoffs``."""
         self._retry_throttle = Throttle()
         self._retry_waits = False
-        self._plans = 0
-        self._some_leave_as_others = False
+        self._plan_number = 0
+        self._may_leave_as_copies = False
         self._next_request_id = first_request_id % MOST_REQUEST_ID + 1
 
     @property
     def idle(self) -> bool:
-        return not (self.moved or self._queue or self._in_flight or self._strays)
+        return not (self.moved or self._bursts_to_leave or self._in_flight or self._stray_due_s)
 
     @property
     def at_rest(self) -> bool:
         """Return True if ``idle`` and nothing awaits deletion."""
-        return self.idle and not self._copied
+        return self.idle and not self._deletion_s
 
     def is_settled(self, key: bytes, indices: Iterable[int]) -> bool:
         if self.at_rest:
             return True
         if (
             self.moved
-            or self._some_leave_as_others
+            or self._may_leave_as_copies
             or any(burst.names and burst.names[0][0] == key for burst in self._in_flight.values())
         ):
             return False
         names = [(key, index) for index in indices]
-        return not any(name in waiting for waiting in (self._queued, self._strays, self._copied) for name in names)
+        return not any(
+            name in waiting for waiting in (self._queued_chunks, self._stray_due_s, self._deletion_s) for name in names
+        )
 
     # --- Plan and queue ---
 
@@ -156,18 +158,18 @@ class ChunkHandover:
 
         Return chunks that were to leave as another copy, whose new destination is not known here.
         """
-        leaving_as_others = sorted(self._leaving_as_others())
+        leaving_as_others = sorted(self._get_leaving_as_copies())
         if leaving_as_others:
             for burst in list(self._in_flight.values()):
                 self.forget(burst, leaving_as_others)
         self.moved = False
-        self._renamed.clear()
-        self._plans += 1
-        self._queue.clear()
-        self._queued.clear()
-        self._strays.clear()
+        self._leaving_as_copy.clear()
+        self._plan_number += 1
+        self._bursts_to_leave.clear()
+        self._queued_chunks.clear()
+        self._stray_due_s.clear()
         self._stray_times.clear()
-        self._retries.clear()
+        self._backoffs.clear()
         self._unanswered.clear()
         in_flight = {name for burst in self._in_flight.values() for name in burst.names}
         leaving: dict[bytes, list[tuple[SatelliteId, ChunkName]]] = {}
@@ -175,11 +177,11 @@ class ChunkHandover:
         for tag, names in names_by_tag(store.shares).items():
             destination = where(tag)
             if destination == own:
-                for name in names if self._copied else ():
-                    self._copied.pop(name, None)
+                for name in names if self._deletion_s else ():
+                    self._deletion_s.pop(name, None)
             else:
                 for name in names:
-                    if name not in in_flight and name not in self._copied:
+                    if name not in in_flight and name not in self._deletion_s:
                         leaving.setdefault(name[0], []).append((destination, name))
         # In the order of eviction, so that chunks have the same order at their destination.
         for key in store.order() if leaving else ():
@@ -189,29 +191,29 @@ class ChunkHandover:
 
     def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
         """Set the queue's pace until the box moves again."""
-        self._pacer.spread(len(self._queue), now_s, interval_s, urgent)
+        self._pacer.spread(len(self._bursts_to_leave), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
         by_key: dict[bytes, list[Leaving]] = {}
         for name in names:
-            self._some_leave_as_others |= len(name) == 3
-            if name not in self._queued and len(self._queued) < _MOST_QUEUED:
-                self._queued.add(name)
+            self._may_leave_as_copies |= len(name) == 3
+            if name not in self._queued_chunks and len(self._queued_chunks) < _MOST_QUEUED:
+                self._queued_chunks.add(name)
                 by_key.setdefault(name[0], []).append(name)
         for same_key in by_key.values():
             same_key.sort()
             for at in range(0, len(same_key), BURST_CHUNKS):
-                self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
+                self._bursts_to_leave.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, key: bytes, indices: Iterable[int]) -> None:
         """Record chunks as stored again: earlier ACKs must not delete them."""
-        if not (self._copied or self._strays or self._in_flight):
+        if not (self._deletion_s or self._stray_due_s or self._in_flight):
             return
         of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
         for index in indices:
             name = (key, index)
-            self._copied.pop(name, None)
-            self._strays.pop(name, None)
+            self._deletion_s.pop(name, None)
+            self._stray_due_s.pop(name, None)
             self._unanswered.pop(name, None)
             for burst in of_key:
                 if name in burst.names:
@@ -220,26 +222,26 @@ class ChunkHandover:
     def leave_as(self, name: ChunkName, replica: int) -> None:
         """Let a chunk leave as copy ``replica``, unless it has arrived: another copy takes its place."""
         copy = (*name, replica)
-        self._some_leave_as_others = True
-        if self._copied.pop(name, None) is not None:
+        self._may_leave_as_copies = True
+        if self._deletion_s.pop(name, None) is not None:
             return
         for burst in self._in_flight.values():
             if name in burst.names:
                 burst.names[burst.names.index(name)] = copy
                 return
-        if name in self._queued and name not in self._renamed:
-            self._queued.discard(name)
-            self._queued.add(copy)
-            self._renamed[name] = copy
+        if name in self._queued_chunks and name not in self._leaving_as_copy:
+            self._queued_chunks.discard(name)
+            self._queued_chunks.add(copy)
+            self._leaving_as_copy[name] = copy
         else:
-            self.stray(copy, self._strays.pop(name, 0.0))
+            self.stray(copy, self._stray_due_s.pop(name, 0.0))
 
     # --- Strays ---
 
     def stray(self, name: Leaving, due_s: float) -> None:
-        if name not in self._strays and name not in self._queued:
-            self._some_leave_as_others |= len(name) == 3
-            self._strays[name] = due_s
+        if name not in self._stray_due_s and name not in self._queued_chunks:
+            self._may_leave_as_copies |= len(name) == 3
+            self._stray_due_s[name] = due_s
             heapq.heappush(self._stray_times, (due_s, name))
 
     def strays_due(self, now_s: float) -> list[Leaving]:
@@ -248,8 +250,8 @@ class ChunkHandover:
         due_strays = []
         while self._stray_times and self._stray_times[0][0] <= now_s:
             time_s, name = heapq.heappop(self._stray_times)
-            if self._strays.get(name) == time_s:
-                del self._strays[name]
+            if self._stray_due_s.get(name) == time_s:
+                del self._stray_due_s[name]
                 self._unanswered.pop(name, None)
                 due_strays.append(name)
         return due_strays
@@ -258,7 +260,7 @@ class ChunkHandover:
 
     @property
     def window_bursts(self) -> int:
-        return int(self._window)
+        return int(self._window_bursts)
 
     def bursts_to_send(self, now_s: float) -> list[MigrateBurst]:
         """Return overdue bursts, and new bursts while the window is open."""
@@ -272,7 +274,7 @@ class ChunkHandover:
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
                 self.refused(burst.request_id, now_s)
                 continue
-            if burst.plan != self._plans:  # planned for the box before it moved
+            if burst.plan != self._plan_number:  # planned for the box before it moved
                 del self._in_flight[burst.request_id]
                 for name in burst.names:
                     self.stray(name, now_s)
@@ -281,8 +283,10 @@ class ChunkHandover:
                 burst.deadline_s = self._pacer.next_s
                 continue
             self._pacer.sent(now_s)
-            if self._heard_s < burst.last_sent_s and now_s >= self._cut_until_s:  # no answer since it was sent
-                self._window, self._cut_until_s = max(_LEAST_BURSTS, self._window / 2), now_s + self._burst_timeout_s()
+            # No answer since it was sent.
+            if self._heard_s < burst.last_sent_s and now_s >= self._window_halved_until_s:
+                self._window_bursts = max(_LEAST_BURSTS, self._window_bursts / 2)
+                self._window_halved_until_s = now_s + self._burst_timeout_s()
             burst.last_sent_s = now_s
             burst.deadline_s = now_s + self._burst_timeout_s() * min(2**burst.attempts, _MOST_BACKOFF) + 2 * late_s
             burst.spared = False
@@ -290,20 +294,20 @@ class ChunkHandover:
             self.retransmitted += len(burst.names)
             to_send.append(burst)
         # 2. New bursts.
-        fresh_from_s = self._fresh_from_s()
-        while self._queue and now_s >= fresh_from_s and len(self._in_flight) < int(self._window):
-            destination, names = self._queue.popleft()
-            if self._renamed:
-                names = [self._renamed.pop(name, name) for name in names]
-            self._queued.difference_update(names)
+        fresh_from_s = self._get_next_burst_s()
+        while self._bursts_to_leave and now_s >= fresh_from_s and len(self._in_flight) < int(self._window_bursts):
+            destination, names = self._bursts_to_leave.popleft()
+            if self._leaving_as_copy:
+                names = [self._leaving_as_copy.pop(name, name) for name in names]
+            self._queued_chunks.difference_update(names)
             deadline_s = now_s + self._burst_timeout_s() + 2 * late_s
-            burst = MigrateBurst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
+            burst = MigrateBurst(self._next_request_id, destination, names, self._plan_number, now_s, deadline_s, now_s)
             self._next_request_id = self._next_request_id % MOST_REQUEST_ID + 1
             self._in_flight[burst.request_id] = burst
             to_send.append(burst)
             self._pacer.sent(now_s)
-            fresh_from_s = self._fresh_from_s()
-        if not self._queue:
+            fresh_from_s = self._get_next_burst_s()
+        if not self._bursts_to_leave:
             self._pacer.relax()
         return to_send
 
@@ -311,7 +315,7 @@ class ChunkHandover:
         """Return a burst's timeout: longer if answers were late, or retransmissions keep busy hosts busy."""
         return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
 
-    def _fresh_from_s(self) -> float:
+    def _get_next_burst_s(self) -> float:
         return max(self.fresh_from_s, self._pacer.next_s)
 
     def forget(self, burst: MigrateBurst, names: Iterable[Leaving]) -> None:
@@ -333,25 +337,27 @@ class ChunkHandover:
         round_trip_s = now_s - max(burst.sent_s, sent_s)  # the echo says which transmission was acknowledged
         self._round_trip.sample(round_trip_s)
         if not burst.answered:
-            self._adjust(burst.destination, round_trip_s)
+            self._adjust_window(burst.destination, round_trip_s)
         burst.answered = True
         stored = set(names)
         acknowledged = [name for name in burst.names if name[:2] in stored]
         for name in acknowledged:
             if len(name) == 2:
-                self._copied.pop(name, None)
-                self._copied[name] = now_s + self.grace_s
+                self._deletion_s.pop(name, None)
+                self._deletion_s[name] = now_s + self.grace_s
         self.forget(burst, acknowledged)
         return len(acknowledged)
 
-    def _adjust(self, destination: SatelliteId, round_trip_s: float) -> None:
-        if len(self._shortest_s) > _REMEMBERED_TRIPS:
-            self._shortest_s.clear()
-        shortest_s = min(self._shortest_s.get(destination, math.inf), round_trip_s)
-        self._shortest_s[destination] = shortest_s
+    def _adjust_window(self, destination: SatelliteId, round_trip_s: float) -> None:
+        if len(self._shortest_round_trip_s) > _REMEMBERED_TRIPS:
+            self._shortest_round_trip_s.clear()
+        shortest_s = min(self._shortest_round_trip_s.get(destination, math.inf), round_trip_s)
+        self._shortest_round_trip_s[destination] = shortest_s
         # LEDBAT: grow by up to 1 burst per window without queueing delay, shrink in proportion to the delay beyond it.
         off = max(1.0 - (round_trip_s - shortest_s) / _TARGET_DELAY_S, -_MOST_DECREASE)
-        self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
+        self._window_bursts = min(
+            max(_LEAST_BURSTS, self._window_bursts + off / self._window_bursts), float(self._most_bursts)
+        )
 
     def retry_unanswered(self, now_s: float) -> None:
         """Restart back-offs: the own host is on time again or a link came up."""
@@ -360,9 +366,9 @@ class ChunkHandover:
             return
         self._retry_throttle.done(now_s)
         for name, case in self._unanswered.items():
-            self._retries.pop(case, None)
-            if name in self._strays:
-                self._strays[name] = now_s
+            self._backoffs.pop(case, None)
+            if name in self._stray_due_s:
+                self._stray_due_s[name] = now_s
                 heapq.heappush(self._stray_times, (now_s, name))
         self._unanswered.clear()
 
@@ -372,13 +378,13 @@ class ChunkHandover:
         if burst is None or not burst.names:
             return
         case = burst.destination, burst.names[0][0]
-        due_s, wait_s = self._retries.get(case, (now_s, _RETRY_S / 2))
+        due_s, wait_s = self._backoffs.get(case, (now_s, _RETRY_S / 2))
         if due_s <= now_s:
-            if len(self._retries) >= _REMEMBERED_RETRIES:
-                self._retries.clear()
+            if len(self._backoffs) >= _REMEMBERED_RETRIES:
+                self._backoffs.clear()
             wait_s = min(2 * wait_s, _MOST_RETRY_S)
             due_s = now_s + wait_s
-            self._retries[case] = due_s, wait_s
+            self._backoffs[case] = due_s, wait_s
         for name in burst.names:
             self.stray(name, due_s)
             if not full:
@@ -389,41 +395,41 @@ class ChunkHandover:
     def to_delete(self, now_s: float) -> list[ChunkName]:
         """Return copied chunks whose grace period is over, unless they must leave as another copy."""
         expired = []
-        for name, deadline_s in self._copied.items():  # in the order of deadlines: the grace period is constant
+        for name, deadline_s in self._deletion_s.items():  # in the order of deadlines: the grace period is constant
             if deadline_s > now_s:
                 break
             expired.append(name)
         for name in expired:
-            del self._copied[name]
-        if expired and (leaving_as_others := {name[:2] for name in self._leaving_as_others()}):
-            self._copied.update((name, now_s + self.grace_s) for name in expired if name in leaving_as_others)
+            del self._deletion_s[name]
+        if expired and (leaving_as_others := {name[:2] for name in self._get_leaving_as_copies()}):
+            self._deletion_s.update((name, now_s + self.grace_s) for name in expired if name in leaving_as_others)
             expired = [name for name in expired if name not in leaving_as_others]
         return expired
 
-    def _leaving_as_others(self) -> set[AsCopy]:
-        if not self._some_leave_as_others:
+    def _get_leaving_as_copies(self) -> set[AsCopy]:
+        if not self._may_leave_as_copies:
             return set()
         in_flight = [name for burst in self._in_flight.values() for name in burst.names]
-        planned = (*self._queued, *self._strays, *in_flight)
+        planned = (*self._queued_chunks, *self._stray_due_s, *in_flight)
         copies = {name for name in planned if len(name) == 3}
-        self._some_leave_as_others = bool(copies)
+        self._may_leave_as_copies = bool(copies)
         return copies
 
     def next_deletion_s(self) -> float:
-        return next(iter(self._copied.values())) + _DELETED_TOGETHER_S if self._copied else math.inf
+        return next(iter(self._deletion_s.values())) + _DELETED_TOGETHER_S if self._deletion_s else math.inf
 
     def next_timer_s(self) -> float | None:
         times = [burst.deadline_s for burst in self._in_flight.values()]
-        if self._copied:
+        if self._deletion_s:
             times.append(self.next_deletion_s())
-        while self._stray_times and self._strays.get(self._stray_times[0][1]) != self._stray_times[0][0]:
+        while self._stray_times and self._stray_due_s.get(self._stray_times[0][1]) != self._stray_times[0][0]:
             heapq.heappop(self._stray_times)  # it was stored again, or is due at another time
         if self._stray_times:
             times.append(self._stray_times[0][0])
         if self._retry_waits:
             times.append(self._retry_throttle.open_s)
-        if self._queue and len(self._in_flight) < int(self._window):
-            times.append(self._fresh_from_s())
+        if self._bursts_to_leave and len(self._in_flight) < int(self._window_bursts):
+            times.append(self._get_next_burst_s())
         return min(times) if times else None
 
 
@@ -446,7 +452,7 @@ class Pacer:
         """Seconds per burst, on average."""
         self.group = 1
         """Bursts that leave together."""
-        self._left = 1
+        self._left_in_group = 1
         self.step_s = usual_gap_s
         self._usual_gap_s = usual_gap_s
         self._phase = phase
@@ -461,20 +467,20 @@ class Pacer:
         bursts, time_s = max(1, bursts), SPREAD_SHARE * interval_s
         spread_s = 0.0 if urgent else SPREAD_S
         self.gap_s = min(max(spread_s / bursts, self._usual_gap_s), time_s / bursts, _MOST_GAP_S)
-        self._left = self.group = max(1, min(_MOST_GROUPED, int(_GROUP_S / self.gap_s + _ROUNDING)))
+        self._left_in_group = self.group = max(1, min(_MOST_GROUPED, int(_GROUP_S / self.gap_s + _ROUNDING)))
         self.step_s = self.gap_s * bursts / -(-bursts // self.group)
         self.next_s = now_s + self._phase * self.step_s
 
     def sent(self, now_s: float) -> None:
         if not self.gap_s:
             return
-        self._left -= 1
-        if not self._left:
-            self._left = self.group
+        self._left_in_group -= 1
+        if not self._left_in_group:
+            self._left_in_group = self.group
             # A timer may be a millisecond or two late: the lost time is made up, but never by more than a group.
             self.next_s = max(self.next_s, now_s - self.step_s) + self.step_s
 
     def relax(self) -> None:
         if self.gap_s != self._usual_gap_s:
             self.gap_s = self.step_s = self._usual_gap_s
-            self._left = self.group = 1
+            self._left_in_group = self.group = 1

@@ -64,14 +64,14 @@ class Neighbours:
         self._locator = state.locator
         self._outbox = state.outbox
         self._lateness = state.lateness
-        self._flooding = Throttle()
-        self._news: dict[SatelliteId, SatelliteId | None] = {}
+        self._flood_throttle = Throttle()
+        self._origins_to_flood: dict[SatelliteId, SatelliteId | None] = {}
         """Origins to flood, with the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
         for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
             if neighbour != self._here:
                 self._neighbours.setdefault(neighbour, _Neighbour()).bits |= 1 << bit
-        self._refresh_s = math.inf
+        self._next_refresh_s = math.inf
 
     @property
     def pushed(self) -> Moves:
@@ -100,7 +100,7 @@ class Neighbours:
     def greet(self, now_s: float) -> None:
         """Ask all neighbours for what they know. Silence has no consequence."""
         for neighbour in self._neighbours:
-            self._outbox.send_links(neighbour, self._body(now_s, answer_me=True), now_s)
+            self._outbox.send_links(neighbour, self._pack_body(now_s, answer_me=True), now_s)
 
     def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
         """Process LINKS of the link's neighbour. Return the number of invalid packets, and True if an operator has
@@ -114,12 +114,12 @@ class Neighbours:
                 bad += 1
                 continue
             if isinstance(source, SatelliteId) and packet.header.source == Address(*source):
-                self._receive(body, source, now_s)
+                self._receive_body(body, source, now_s)
             else:
                 bad += 1
         return bad, self._locator.pushed != before
 
-    def _receive(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
+    def _receive_body(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
         new_declarations = []
         if body.late_s and (neighbour := self._neighbours.get(source)) is not None:
             neighbour.late_s, neighbour.late_until_s = body.late_s, now_s + _REPORTED_LATE_S
@@ -138,7 +138,7 @@ class Neighbours:
             self.pushed_at_ms = body.pushed_at_ms
         if moved:
             self._locator.push_to(body.pushed)
-            self._send_all(now_s, source)
+            self._send_push_to_others(now_s, source)
         if new_declarations:
             self._flood([declaration.origin for declaration in new_declarations], now_s, source)
         if body.answer_me:
@@ -147,7 +147,7 @@ class Neighbours:
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
         """Replace an outdated or forged declaration in this satellite's name."""
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
-        if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
+        if declaration.down != self._get_down_bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(now_s, outdo_ms=declaration.made_ms)
 
     def _probe_around(self, declaration: Declaration, now_s: float) -> None:
@@ -160,9 +160,9 @@ class Neighbours:
     # --- Timers ---
 
     def next_timer_s(self) -> float:
-        soonest_s = min(self._refresh_s, self.links.next_expiry_s, self.links.next_growth_s)
-        if self._news:
-            soonest_s = min(soonest_s, self._flooding.open_s)
+        soonest_s = min(self._next_refresh_s, self.links.next_expiry_s, self.links.next_growth_s)
+        if self._origins_to_flood:
+            soonest_s = min(soonest_s, self._flood_throttle.open_s)
         for neighbour in self._neighbours.values():
             if neighbour.deadline_s < soonest_s:
                 soonest_s = neighbour.deadline_s
@@ -186,13 +186,13 @@ class Neighbours:
                 neighbour.down = lost = True
                 neighbour.retry_s = _FIRST_RETRY_S
                 neighbour.deadline_s = now_s + _FIRST_RETRY_S
-        if lost or self._refresh_s <= now_s:
+        if lost or self._next_refresh_s <= now_s:
             self._declare(now_s)
         if self.links.next_expiry_s <= now_s:
             self.links.expire(now_s)
         if self.links.next_growth_s <= now_s:
             self.links.discard_trees(now_s)
-        self._send_news(now_s)
+        self._send_declarations(now_s)
 
     def probe_down(self, now_s: float) -> None:
         for neighbour in self._neighbours.values():
@@ -211,45 +211,45 @@ class Neighbours:
             reported_late_s = min(neighbour.late_s, _MOST_LATE_S) if now_s < neighbour.late_until_s else 0.0
             wait_s = self._timeout_s + 2 * (neighbour.our_late_s + reported_late_s)
         neighbour.deadline_s = now_s + wait_s
-        self._outbox.send_links(name, self._body(now_s, answer_me=True), now_s)
+        self._outbox.send_links(name, self._pack_body(now_s, answer_me=True), now_s)
 
-    def _bits(self) -> int:
+    def _get_down_bits(self) -> int:
         return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
 
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
         """Flood the own dead links, with a time later than ``outdo_ms``."""
         # Later than all its earlier declarations, even if the clock was set back.
         made_ms = max(microseconds(now_s) // 1000, self.links.made_ms(self._here) + 1, outdo_ms + 1)
-        ours = Declaration(self._here, self._bits(), made_ms)
-        self._refresh_s = now_s + REFRESH_S if ours.down else math.inf
+        ours = Declaration(self._here, self._get_down_bits(), made_ms)
+        self._next_refresh_s = now_s + REFRESH_S if ours.down else math.inf
         if self.links.learn(ours, now_s, at_once=True):
             self._flood([self._here], now_s)
 
     def _flood(self, origins: Sequence[SatelliteId], now_s: float, source: SatelliteId | None = None) -> None:
         for origin in origins:
-            self._news[origin] = source
-        self._send_news(now_s)
+            self._origins_to_flood[origin] = source
+        self._send_declarations(now_s)
 
-    def _send_news(self, now_s: float) -> None:
-        if not self._news or not self._flooding.is_open(now_s):
+    def _send_declarations(self, now_s: float) -> None:
+        if not self._origins_to_flood or not self._flood_throttle.is_open(now_s):
             return
-        self._flooding.done(now_s)
-        to_flood, self._news = self._news, {}
+        self._flood_throttle.done(now_s)
+        to_flood, self._origins_to_flood = self._origins_to_flood, {}
         for name, neighbour in self._neighbours.items():
             if not neighbour.down:
                 records = self.links.packed(origin for origin, source in to_flood.items() if source != name)
                 for at in range(0, len(records), MAX_DECLARATIONS):
-                    self._outbox.send_links(name, self._body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
+                    self._outbox.send_links(name, self._pack_body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
 
-    def _send_all(self, now_s: float, source: SatelliteId) -> None:
+    def _send_push_to_others(self, now_s: float, source: SatelliteId) -> None:
         for name, neighbour in self._neighbours.items():
             if name != source and not neighbour.down:
-                self._outbox.send_links(name, self._body(now_s), now_s)
+                self._outbox.send_links(name, self._pack_body(now_s), now_s)
 
     def _send_all_known(self, name: SatelliteId, now_s: float) -> None:
         for records in self.links.pages():
-            self._outbox.send_links(name, self._body(now_s, records), now_s)
+            self._outbox.send_links(name, self._pack_body(now_s, records), now_s)
 
-    def _body(self, now_s: float, records: Sequence[bytes] = (), answer_me: bool = False) -> bytes:
+    def _pack_body(self, now_s: float, records: Sequence[bytes] = (), answer_me: bool = False) -> bytes:
         late_s = self._lateness.at(now_s)
         return LinksBody(answer_me, self._locator.pushed, self.pushed_at_ms, late_s=late_s).pack_with(records)

@@ -83,10 +83,10 @@ class SatelliteMachine:
         self._address, self._locator, self._router = state.address, state.locator, state.router
         self._outbox, self._postponed = state.outbox, state.postponed
         self._transport_figures = transport_figures
-        self._packets_next = False
+        self._are_packets_next = False
         self._was_late = False
-        self._check_s = now_s
-        self._healed = 0
+        self._overload_check_s = now_s
+        self._healed_links_seen = 0
 
         # Handlers, each constructed with the handlers that it calls.
         self._gate: SatelliteGate | None = None
@@ -102,27 +102,28 @@ class SatelliteMachine:
         self._migration = Migration(state, self._sweep, self._retention)
         self._chunks = ChunkService(state, self._migration, self._gate)
 
-        # Handler of each message. SET, MIGRATE and LINKS come in runs: see ``_deliver`` and ``_receive``.
+        # Handler of each message. SET, MIGRATE and LINKS come in runs: see ``_handle_segments``,
+        # ``_receive_segments``.
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             # requests of clients
-            Op.GET: self._get,
+            Op.GET: self._on_get,
             Op.HAS: self._chunks.has,
             Op.EVICT: self._chunks.evict,
             Op.FORGET: self._chunks.forget,
             Op.LIST: self._chunks.list,
             Op.RETAIN: self._retention.receive,
-            Op.PING: self._ping,
-            Op.ADVANCE: self._advance,
+            Op.PING: self._on_ping,
+            Op.ADVANCE: self._on_advance,
             # requests of other satellites (which also send RETAIN and HAS)
             Op.NOTICE: self._gossip.receive,
             Op.CHECK: self._checks.receive,
             # answers of other satellites
-            Op.ACK: self._acknowledged,
-            Op.UNREACHABLE: self._unreachable,
+            Op.ACK: self._on_ack,
+            Op.UNREACHABLE: self._on_unreachable,
             Op.RETAINED: self._retention.answered,
             Op.UNSUPPORTED: self._retention.unsupported,
             Op.PRESENCE: self._sweep.answered,
-            Op.CHECKED: self._checked,
+            Op.CHECKED: self._on_checked,
         }
 
         # Timers, in the order in which they are handled. While the host is late, the background timers wait.
@@ -180,9 +181,9 @@ class SatelliteMachine:
         if late or self._postponed:
             runs = self._postponed.sift(runs, source, now_s)
         # 3. Everything else is processed.
-        self._process(runs, source, now_s)
+        self._process_runs(runs, source, now_s)
 
-    def _process(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
+    def _process_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
         at = 0
         while at < len(runs):
             # Runs of plain SETs and MIGRATEs first: nearly all bytes that a satellite receives.
@@ -191,7 +192,7 @@ class SatelliteMachine:
                 packets = sum(-(-len(view) // size) for view, size in runs[at : at + stored])
                 self.counters.add("packets_received", packets)
                 if not self.handover.idle:
-                    self._hand_over(now_s)
+                    self._send_or_postpone_handover(now_s)
             else:
                 self._receive_run(*runs[at], source, now_s)
             at += stored or 1
@@ -206,12 +207,12 @@ class SatelliteMachine:
         ):
             return
         elif native.same_journey(view, segment_bytes):
-            self._receive(view, segment_bytes, source, now_s)
+            self._receive_segments(view, segment_bytes, source, now_s)
         else:
             for at in range(0, len(view), segment_bytes):
-                self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
+                self._receive_segments(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
-    def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
+    def _receive_segments(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -236,9 +237,9 @@ class SatelliteMachine:
                 self._forward(intact, segment_bytes, destination, source, now_s)
                 return
         if good[0][start + 1] == Op.LINKS:
-            self._links(good, source, now_s)
+            self._on_links(good, source, now_s)
         else:
-            self._deliver(good, start, now_s)
+            self._handle_segments(good, start, now_s)
 
     def _forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd, now_s: float
@@ -246,26 +247,26 @@ class SatelliteMachine:
         forwarded = self._router.forward(view, segment_bytes, destination, source)
         if isinstance(forwarded, Status):
             self.counters.add("packets_unroutable")
-            packet = self._parse(view[:segment_bytes])
+            packet = self._parse_or_count(view[:segment_bytes])
             if packet is not None and packet.header.op.is_command:
                 self._outbox.reply(packet.header, Op.UNREACHABLE, b"", now_s, forwarded)
             return
         self.counters.add("packets_forwarded", forwarded[0].count)
         self._outbox.send_by(*forwarded)
 
-    def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
+    def _handle_segments(self, segments: list[memoryview], start: int, now_s: float) -> None:
         carries = segments[0][start + 1] in _CARRIERS
         if claims_mac(segments[0], start) or (carries and start != COMMAND_BYTES):  # a gate removes MACs
             self.counters.add("packets_malformed", len(segments))
         elif carries:
             self._chunks.set(segments, start, now_s)
             if not self.handover.idle:
-                self._hand_over(now_s)
+                self._send_or_postpone_handover(now_s)
         else:
             for segment in segments:
-                self._handle(segment, now_s)
+                self._handle_packet(segment, now_s)
 
-    def _handle(self, segment: memoryview, now_s: float) -> None:
+    def _handle_packet(self, segment: memoryview, now_s: float) -> None:
         try:
             packet = parse_packet(segment)
         except UnknownOperation:
@@ -282,7 +283,7 @@ class SatelliteMachine:
         except MalformedPacket:
             self.counters.add("packets_malformed")
 
-    def _parse(self, view: memoryview) -> Packet | None:
+    def _parse_or_count(self, view: memoryview) -> Packet | None:
         try:
             return parse_packet(view)
         except MalformedPacket:
@@ -344,8 +345,8 @@ class SatelliteMachine:
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Return batches with the link each leaves by, once."""
-        if self._healed != self._state.links.healed:  # a destination may be reachable again
-            self._healed = self._state.links.healed
+        if self._healed_links_seen != self._state.links.healed:  # a destination may be reachable again
+            self._healed_links_seen = self._state.links.healed
             self.handover.retry_unanswered(now_s)
         self._chunks.acknowledge(now_s)
         self._gossip.gather(now_s)
@@ -370,11 +371,11 @@ class SatelliteMachine:
             self._run_background(now_s)
 
     def _next_overload_check_s(self) -> float:
-        return self._check_s if self._was_late else math.inf
+        return self._overload_check_s if self._was_late else math.inf
 
     def _check_overload(self, now_s: float) -> None:
         late, was_late = self.lateness.is_late(now_s), self._was_late
-        self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
+        self._was_late, self._overload_check_s = late, now_s + _OVERLOAD_CHECK_S
         if was_late and not late:
             self.neighbours.probe_down(now_s)
             self.handover.retry_unanswered(now_s)
@@ -390,18 +391,18 @@ class SatelliteMachine:
 
     def work(self, now_s: float) -> native.Run | None:
         """Do a piece of background work. Return processed packets."""
-        packets_next, self._packets_next = self._packets_next, not self._packets_next
+        packets_next, self._are_packets_next = self._are_packets_next, not self._are_packets_next
         if self._state.timers_wait and not (packets_next and self._postponed):
             self._run_background(now_s)
         elif (postponed := self._postponed.take(now_s)) is not None:
             view, size, source, arrived_s = postponed
             self._chunks.waited_s = now_s - arrived_s
-            self._process([(view, size)], source, now_s)
+            self._process_runs([(view, size)], source, now_s)
             self._chunks.waited_s = 0.0
             return view, size
         return None
 
-    def _hand_over(self, now_s: float) -> None:
+    def _send_or_postpone_handover(self, now_s: float) -> None:
         if self.lateness.is_late(now_s):
             self._state.timers_wait = True
         else:
@@ -419,34 +420,34 @@ class SatelliteMachine:
 
     # --- Messages that concern several handlers, or the machine itself ---
 
-    def _get(self, packet: Packet, now_s: float) -> None:
+    def _on_get(self, packet: Packet, now_s: float) -> None:
         if self.backlog_bytes > self.config.max_backlog_bytes:
             self._outbox.reply(packet.header, Op.BUSY, bytes(packet.body), now_s)
         else:
             self._chunks.get(packet, now_s)
 
-    def _acknowledged(self, packet: Packet, now_s: float) -> None:
+    def _on_ack(self, packet: Packet, now_s: float) -> None:
         self._migration.acknowledged(packet, now_s)
-        self._hand_over(now_s)
+        self._send_or_postpone_handover(now_s)
 
-    def _unreachable(self, packet: Packet, now_s: float) -> None:
+    def _on_unreachable(self, packet: Packet, now_s: float) -> None:
         self._migration.unreachable(packet, now_s)
-        self._hand_over(now_s)
+        self._send_or_postpone_handover(now_s)
 
-    def _checked(self, packet: Packet, now_s: float) -> None:
+    def _on_checked(self, packet: Packet, now_s: float) -> None:
         self._checks.answered(packet, now_s)
         self._sweep.release_handover()
 
-    def _links(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
-        packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
+    def _on_links(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
+        packets = [packet for segment in segments if (packet := self._parse_or_count(segment)) is not None]
         bad, pushed = self.neighbours.receive(packets, source, now_s)
         if bad:
             self.counters.add("packets_malformed", bad)
         if pushed:
             self._follow_moves(now_s, pushed=True)
-            self._hand_over(now_s)
+            self._send_or_postpone_handover(now_s)
 
-    def _advance(self, packet: Packet, now_s: float) -> None:
+    def _on_advance(self, packet: Packet, now_s: float) -> None:
         pushed = messages.unpack_moves(packet.body)
         if not self._locator.may_push_to(pushed, now_s):
             self.counters.add("pushes_refused")
@@ -456,9 +457,9 @@ class SatelliteMachine:
         self.neighbours.pushed_at_ms = microseconds(now_s) // 1000
         self._follow_moves(now_s, pushed=True)
         self._outbox.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._locator.pushed), now_s)
-        self._hand_over(now_s)
+        self._send_or_postpone_handover(now_s)
 
-    def _ping(self, packet: Packet, now_s: float) -> None:
+    def _on_ping(self, packet: Packet, now_s: float) -> None:
         self._outbox.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
 
     def housekeeping(self) -> dict[str, int]:

@@ -99,9 +99,9 @@ class ChunkStore:
         if not outcome.stored:
             return outcome
         self.conflicts += conflicts_of(key, self.shares.get(key, {}), [(index, ref)])
-        outcome.replaced = int(self._take(name, "replaced"))
+        outcome.replaced = int(self._remove_chunk(name, "replaced"))
         while self.used_bytes + size > self.limit_bytes:
-            self._evict(self._victim(key, ref))
+            self._evict(self._get_victim(key, ref))
             outcome.evicted += 1
         self.shares.setdefault(key, {})[index] = (ref, payload)
         self._record_stored(key, size)
@@ -122,12 +122,12 @@ class ChunkStore:
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
         if self.used_bytes + size_bytes > self.limit_bytes:
-            if old or size_bytes_of(share) + self._kept_beside(key) + size_bytes > self.limit_bytes:
+            if old or size_bytes_of(share) + self._get_kept_bytes_of_others(key) + size_bytes > self.limit_bytes:
                 return None
             if not self._has_room((key, indices[0]), chunks[0][0], len(chunks[0][1]) + CHUNK_REF_BYTES):
                 return None
             while self.used_bytes + size_bytes > self.limit_bytes:
-                self._evict(self._victim(key, chunks[0][0]))
+                self._evict(self._get_victim(key, chunks[0][0]))
                 outcome.evicted += 1
         if old:
             self.conflicts += conflicts_of(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
@@ -172,11 +172,14 @@ class ChunkStore:
             if at != index and other_ref[_VERSION] == packed[_VERSION]
         }
         return (
-            self._kept_beside(key) + sum(siblings.values()) + size_bytes + _coming_bytes(ref, siblings)
+            self._get_kept_bytes_of_others(key)
+            + sum(siblings.values())
+            + size_bytes
+            + _get_missing_bytes(ref, siblings)
             <= self.limit_bytes
         )
 
-    def _victim(self, key: bytes, ref: bytes) -> ChunkName:
+    def _get_victim(self, key: bytes, ref: bytes) -> ChunkName:
         """Return the next chunk to evict, never of the same value. ``_has_room`` ensures that it exists."""
         victim = self._replacement.victim(key)
         if victim is not None:
@@ -234,19 +237,19 @@ class ChunkStore:
     # --- Remove ---
 
     def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
-        removed = self._take(name, cause)
+        removed = self._remove_chunk(name, cause)
         if removed:
-            self._tidy(name[0], cause == "evicted")
+            self._drop_empty_share(name[0], cause == "evicted")
         return removed
 
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
         share = self.shares.get(key, {})
         size, chunks = size_bytes_of(share), len(share)
-        self._grow(key, -size)
+        self._add_bytes(key, -size)
         self.ledger.record_removed(size, cause)
         self._count -= chunks
         share.clear()
-        self._tidy(key)
+        self._drop_empty_share(key)
         return chunks
 
     def remove_values(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
@@ -256,7 +259,7 @@ class ChunkStore:
             dropped += sum(self.remove((key, index), cause) for index in indices)
         return dropped
 
-    def _take(self, name: ChunkName, cause: Cause) -> bool:
+    def _remove_chunk(self, name: ChunkName, cause: Cause) -> bool:
         """Remove a chunk; its share stays, even if empty."""
         key, index = name
         share = self.shares.get(key)
@@ -264,12 +267,12 @@ class ChunkStore:
         if chunk is None:
             return False
         size = len(chunk[1]) + CHUNK_REF_BYTES
-        self._grow(key, -size)
+        self._add_bytes(key, -size)
         self.ledger.record_removed(size, cause)
         self._count -= 1
         return True
 
-    def _tidy(self, key: bytes, evicted: bool = False) -> None:
+    def _drop_empty_share(self, key: bytes, evicted: bool = False) -> None:
         if key in self.shares and not self.shares[key]:
             del self.shares[key]
             self._ordered.remove(key)
@@ -331,7 +334,7 @@ class ChunkStore:
             self.leased_bytes -= self.share_bytes(key)
             self._replacement.free(key)
 
-    def _kept_beside(self, key: bytes) -> int:
+    def _get_kept_bytes_of_others(self, key: bytes) -> int:
         own_bytes = self.share_bytes(key) if key in self.pins or key in self.leases else 0
         return self.pinned_bytes + self.leased_bytes - own_bytes
 
@@ -340,7 +343,7 @@ class ChunkStore:
 
     # --- Accounts ---
 
-    def _grow(self, key: bytes, size_bytes: int) -> None:
+    def _add_bytes(self, key: bytes, size_bytes: int) -> None:
         self.used_bytes += size_bytes
         if key in self.pins:
             self.pinned_bytes += size_bytes
@@ -348,7 +351,7 @@ class ChunkStore:
             self.leased_bytes += size_bytes
 
     def _record_stored(self, key: bytes, size_bytes: int) -> None:
-        self._grow(key, size_bytes)
+        self._add_bytes(key, size_bytes)
         if len(self.shares) > len(self._ordered):  # otherwise no key is new: that needs no search
             self._ordered.add(key)
         if key in self.pins and self.pinned_bytes > self.pin_limit_bytes:
@@ -362,7 +365,7 @@ class ChunkStore:
             (self._replacement.on_handover if migrated else self._replacement.on_store_or_touch)(key)
 
 
-def _coming_bytes(ref: ChunkRef, stored_indices: Collection[int]) -> int:
+def _get_missing_bytes(ref: ChunkRef, stored_indices: Collection[int]) -> int:
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
     missing = len(part) - sum(at in part for at in stored_indices) - 1
@@ -443,24 +446,24 @@ class KeyHistory:
     """Recent writes and deletions, which reveal late handovers and notices."""
 
     def __init__(self) -> None:
-        self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
+        self._banned_until: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
         """End of each key's ban from takeover, and its setting (empty: all)."""
-        self._written: OrderedDict[bytes, float] = OrderedDict()
+        self._written_s: OrderedDict[bytes, float] = OrderedDict()
         self._complete_since_s = -math.inf
-        """Time since which ``_written`` is complete."""
+        """Time since which ``_written_s`` is complete."""
         self.dead: OrderedDict[bytes, bytes] = OrderedDict()
         """Settings last dropped as dead, of which copies are refused."""
 
     def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
-        while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
-            self._deleted.popitem(last=False)
+        while self._banned_until and next(iter(self._banned_until.values()))[0] <= now_s - MOST_AGE_S:
+            self._banned_until.popitem(last=False)
         for key, setting in deleted:
             if not setting:
-                self._written.pop(key, None)
-            self._deleted.pop(key, None)
-            self._deleted[key] = now_s + _DELETED_S, setting
-        while len(self._deleted) > _REMEMBERED_DELETIONS:
-            self._deleted.popitem(last=False)
+                self._written_s.pop(key, None)
+            self._banned_until.pop(key, None)
+            self._banned_until[key] = now_s + _DELETED_S, setting
+        while len(self._banned_until) > _REMEMBERED_DELETIONS:
+            self._banned_until.popitem(last=False)
 
     def dropped(self, dead: Iterable[Dead]) -> None:
         self.dead.update(dead)
@@ -468,22 +471,22 @@ class KeyHistory:
             self.dead.popitem(last=False)
 
     def written(self, key: bytes, now_s: float) -> None:
-        if self._deleted:
-            self._deleted.pop(key, None)
+        if self._banned_until:
+            self._banned_until.pop(key, None)
         if self.dead:
             self.dead.pop(key, None)
         self.still_written(key, now_s)
 
     def still_written(self, key: bytes, now_s: float) -> None:
         """Record that a writer still stores the key, on any satellite."""
-        self._written[key] = now_s
-        self._written.move_to_end(key)
-        while len(self._written) > _REMEMBERED_SETS or next(iter(self._written.values())) < now_s - MOST_SINCE_S:
-            self._complete_since_s = self._written.popitem(last=False)[1]
+        self._written_s[key] = now_s
+        self._written_s.move_to_end(key)
+        while len(self._written_s) > _REMEMBERED_SETS or next(iter(self._written_s.values())) < now_s - MOST_SINCE_S:
+            self._complete_since_s = self._written_s.popitem(last=False)[1]
 
     def was_written_since(self, key: bytes, since_s: float) -> bool:
         """Return True if the key may have been written since then."""
-        return since_s <= self._complete_since_s or self._written.get(key, -math.inf) >= since_s
+        return since_s <= self._complete_since_s or self._written_s.get(key, -math.inf) >= since_s
 
     def is_being_written(self, key: bytes, now_s: float) -> bool:
         """Return True if a missing chunk may still arrive."""
@@ -491,11 +494,11 @@ class KeyHistory:
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
         """Return True if a handed-over chunk's key or setting was just deleted. Drop it: a late sender repeats it."""
-        until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
+        until_s, setting = self._banned_until.get(ref[:KEY_BYTES], (came_s, b""))
         return until_s > came_s and setting in (b"", setting_of(ref))
 
 
-_MOST = 512
+_MAX_BLOCK_KEYS = 512
 
 
 class OrderedKeys:
@@ -503,7 +506,7 @@ class OrderedKeys:
 
     def __init__(self) -> None:
         self._blocks: list[list[bytes]] = []
-        self._lasts: list[bytes] = []
+        self._last_keys: list[bytes] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -511,34 +514,34 @@ class OrderedKeys:
 
     def add(self, key: bytes) -> None:
         if not self._blocks:
-            self._blocks, self._lasts, self._count = [[key]], [key], 1
+            self._blocks, self._last_keys, self._count = [[key]], [key], 1
             return
-        at = min(bisect_left(self._lasts, key), len(self._blocks) - 1)
+        at = min(bisect_left(self._last_keys, key), len(self._blocks) - 1)
         block = self._blocks[at]
         place = bisect_left(block, key)
         if place < len(block) and block[place] == key:
             return
         self._count += 1
         block.insert(place, key)
-        if len(block) > _MOST:
+        if len(block) > _MAX_BLOCK_KEYS:
             half = len(block) // 2
             self._blocks[at : at + 1] = [block[:half], block[half:]]
-            self._lasts[at : at + 1] = [block[half - 1], block[-1]]
+            self._last_keys[at : at + 1] = [block[half - 1], block[-1]]
         else:
-            self._lasts[at] = block[-1]
+            self._last_keys[at] = block[-1]
 
     def remove(self, key: bytes) -> None:
-        at = bisect_left(self._lasts, key)
+        at = bisect_left(self._last_keys, key)
         block = self._blocks[at]
         del block[bisect_left(block, key)]
         self._count -= 1
         if block:
-            self._lasts[at] = block[-1]
+            self._last_keys[at] = block[-1]
         else:
-            del self._blocks[at], self._lasts[at]
+            del self._blocks[at], self._last_keys[at]
 
     def after(self, key: bytes, limit: int) -> list[bytes]:
-        at = bisect_right(self._lasts, key)
+        at = bisect_right(self._last_keys, key)
         page: list[bytes] = []
         while at < len(self._blocks) and len(page) < limit:
             block = self._blocks[at]

@@ -32,7 +32,7 @@ class Migration:
         self._counters = state.counters
         self._sweep = sweep
         self._retention = retention
-        self._planning = Throttle()
+        self._plan_throttle = Throttle()
         self._urgent = False
 
     # --- Chunks arrive ---
@@ -71,22 +71,22 @@ class Migration:
         self._urgent |= urgent
 
     @property
-    def _plan_s(self) -> float:
+    def _next_plan_s(self) -> float:
         """Return the time of the next plan: pushes, which may be forged, are throttled."""
-        return self._planning.open_s if self._urgent else 0.0
+        return self._plan_throttle.open_s if self._urgent else 0.0
 
     def next_timer_s(self) -> float:
         handover_s = self._handover.next_timer_s()
         soonest_s = math.inf if handover_s is None else handover_s
-        return min(soonest_s, self._plan_s) if self._handover.moved else soonest_s
+        return min(soonest_s, self._next_plan_s) if self._handover.moved else soonest_s
 
     def send_due(self, now_s: float) -> None:
-        if self._handover.moved and now_s >= self._plan_s:
-            self._plan(now_s)
+        if self._handover.moved and now_s >= self._next_plan_s:
+            self._plan_handover(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
         for name in self._handover.strays_due(now_s):
             if len(name) == 3:
-                self._send_as(name[:2], name[2])
+                self._send_as_copy(name[:2], name[2])
                 continue
             chunk = self._store.peek(name)
             if chunk is not None and (home := self._locator.home(chunk.ref)) != self._here:
@@ -95,18 +95,18 @@ class Migration:
             self._handover.enqueue(home, names)
         while bursts := self._handover.bursts_to_send(now_s):  # again: a burst held back frees space in the window
             for burst in bursts:
-                self._send(burst, now_s)
+                self._send_burst(burst, now_s)
 
-    def _plan(self, now_s: float) -> None:
+    def _plan_handover(self, now_s: float) -> None:
         if self._urgent:
-            self._planning.done(now_s)
+            self._plan_throttle.done(now_s)
         urgent, self._urgent = self._urgent, False
         leaving_as_others = self._handover.plan(self._store, self._locator.home_of_tag, self._here)
         for key, index, replica in leaving_as_others:
-            self._send_as((key, index), replica)
+            self._send_as_copy((key, index), replica)
         self._handover.spread(now_s, self._locator.interval_s(now_s), urgent)
 
-    def _send_as(self, name: ChunkName, replica: int) -> None:
+    def _send_as_copy(self, name: ChunkName, replica: int) -> None:
         chunk = self._store.peek(name)
         if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
             return
@@ -121,15 +121,15 @@ class Migration:
             self._store.relabel(name, copy)
             self._handover.leave_as(name, chunk.ref[REPLICA_OFFSET])
 
-    def _send(self, burst: MigrateBurst, now_s: float) -> None:
+    def _send_burst(self, burst: MigrateBurst, now_s: float) -> None:
         self._sweep.hold_back(burst, now_s)
-        chunks = {name: chunk for name in burst.names if (chunk := self._chunk(name)) is not None}
+        chunks = {name: chunk for name in burst.names if (chunk := self._get_chunk_to_send(name)) is not None}
         if len(chunks) < len(burst.names):
             self._handover.forget(burst, set(burst.names) - chunks.keys())
         if chunks:
             self._outbox.migrate(burst.destination, burst.request_id, list(chunks.values()), now_s)
 
-    def _chunk(self, name: Leaving) -> Chunk | None:
+    def _get_chunk_to_send(self, name: Leaving) -> Chunk | None:
         chunk = self._store.peek(name[:2])
         if chunk is None or len(name) == 2:
             return chunk

@@ -61,12 +61,12 @@ class Outbox:
         self._authority = authority
         self._sequence = 0
         self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
-        self._links: list[tuple[SegmentBatch, LinkEnd]] = []
+        self._outgoing_links: list[tuple[SegmentBatch, LinkEnd]] = []
 
     # --- The queues ---
 
     def __bool__(self) -> bool:
-        return bool(self._outgoing or self._links)
+        return bool(self._outgoing or self._outgoing_links)
 
     def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
         outgoing, self._outgoing = self._outgoing, []
@@ -74,7 +74,7 @@ class Outbox:
 
     def take_links(self) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Return LINKS, which cause no probe of their neighbour."""
-        links, self._links = self._links, []
+        links, self._outgoing_links = self._outgoing_links, []
         return links
 
     def send_by(self, batch: SegmentBatch, link: LinkEnd) -> None:
@@ -91,12 +91,12 @@ class Outbox:
         status: Status = Status.OK,
         flags: int = 0,
     ) -> None:
-        header = self._answer(request, op, status, flags)
+        header = self._make_answer_header(request, op, status, flags)
         packet = build_packet(header, bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
-        self._send(self._bulk(self._answer(request, Op.DATA), chunks, now_s), request.source, now_s)
+        self._send(self._bulk_packets(self._make_answer_header(request, Op.DATA), chunks, now_s), request.source, now_s)
 
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
@@ -108,7 +108,7 @@ class Outbox:
         key, headers, payloads = answer
         self.sent(len(payloads))
         batch = SegmentBatch(headers, TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES, payloads)
-        return key, self._signed(batch, now_s)
+        return key, self._sign(batch, now_s)
 
     def terms(self, now_s: float) -> native.AnswerTerms:
         """Return the header fields common to all answers."""
@@ -120,9 +120,9 @@ class Outbox:
     def refuse(self, command: memoryview, link: LinkEnd, now_s: float) -> None:
         """Answer a ground host's refused command on its incoming link."""
         with suppress(MalformedPacket):
-            header = self._answer(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
+            header = self._make_answer_header(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
             packet = build_packet(header, b"", self._take_sequence(1), now_s)
-            self._outgoing.append((self._signed(single(packet), now_s), link))
+            self._outgoing.append((self._sign(single(packet), now_s), link))
 
     def unsupported(self, command: memoryview, now_s: float) -> None:
         """Answer an unknown command with what this release supports."""
@@ -134,34 +134,34 @@ class Outbox:
     # --- Commands and notifications of this satellite ---
 
     def command(self, op: Op, target: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
-        header = self._header(op, Address(*target), request_id)
+        header = self._make_header(op, Address(*target), request_id)
         packet = build_packet(header, body, self._take_sequence(1), now_s)
         self._send(single(packet), header.destination, now_s)
 
     def migrate(self, target: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
-        header = self._header(Op.MIGRATE, Address(*target), request_id, microseconds(now_s) & 0xFFFFFFFF)
-        self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
+        header = self._make_header(Op.MIGRATE, Address(*target), request_id, microseconds(now_s) & 0xFFFFFFFF)
+        self._send(self._bulk_packets(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
-        packet = build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
-        self._links.append((self._signed(single(packet), now_s), neighbour))
+        packet = build_packet(self._make_header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
+        self._outgoing_links.append((self._sign(single(packet), now_s), neighbour))
 
     def notify_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
         """Send telemetry to the ``most`` ground hosts heard last. Return their number."""
         destination = Address(self._address.plane, self._address.slot, GROUND_SHELL)
         hosts = self._router.heard_last(most)
         for ground in hosts:
-            header = self._header(op, destination, ground=ground)
+            header = self._make_header(op, destination, ground=ground)
             self._send(single(build_packet(header, body, self._take_sequence(1), now_s)), destination, now_s)
         return len(hosts)
 
     # --- Headers, sequence counts, signatures ---
 
-    def _answer(self, request: SkyHeader, op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
-        header = self._header(op, request.source, request.request_id, request.timestamp_us, request.ground)
+    def _make_answer_header(self, request: SkyHeader, op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
+        header = self._make_header(op, request.source, request.request_id, request.timestamp_us, request.ground)
         return header if status is Status.OK and not flags else header._replace(status=status, flags=flags)
 
-    def _header(
+    def _make_header(
         self,
         op: Op,
         target: Address,
@@ -182,7 +182,7 @@ class Outbox:
             credit=self._credit_units(),
         )
 
-    def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:
+    def _bulk_packets(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:
         refs, payloads = zip(*chunks, strict=True)
         return bulk_batch(header, b"".join(refs), payloads, self._take_sequence(len(chunks)), now_s)
 
@@ -194,7 +194,7 @@ class Outbox:
         self._sequence = (first + count) & 0x3FFF
         return first
 
-    def _signed(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
+    def _sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
         return batch if self._authority is None else self._authority.sign(batch, now_s)
 
     def _send(self, batch: SegmentBatch, destination: Address, now_s: float) -> None:
@@ -202,4 +202,4 @@ class Outbox:
         if link is None:
             self._counters.add("packets_unroutable", batch.count)
         else:
-            self._outgoing.append((self._signed(batch, now_s), link))
+            self._outgoing.append((self._sign(batch, now_s), link))

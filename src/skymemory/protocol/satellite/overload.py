@@ -32,8 +32,8 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self._worst_s = 0.0
-        self._worst_at_s = -math.inf
+        self._longest_wait_s = 0.0
+        self._longest_wait_at_s = -math.inf
         self._on_time_s = math.inf
         """Last time that an event was on time; infinity: none has been late."""
 
@@ -44,13 +44,13 @@ class Lateness:
         elif self._on_time_s == math.inf:
             self._on_time_s = now_s - late_s
         if late_s > 0.0 and late_s >= self.at(now_s):
-            self._worst_s, self._worst_at_s = late_s, now_s
+            self._longest_wait_s, self._longest_wait_at_s = late_s, now_s
 
     def at(self, now_s: float) -> float:
         """Return the longest recent wait, decaying; rounded, so that it ends."""
-        if not self._worst_s:
+        if not self._longest_wait_s:
             return 0.0
-        wait_s = self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
+        wait_s = self._longest_wait_s * math.exp(-max(0.0, now_s - self._longest_wait_at_s) / _FADES_S)
         return round(wait_s * 1e6) / 1e6
 
     def is_late(self, now_s: float) -> bool:
@@ -75,21 +75,21 @@ class Postponed:
     def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
         foreground = []
         for view, size in runs:
-            for part, part_size in _journeys(view, size):
+            for part, part_size in _split_by_journey(view, size):
                 if part_size > 0 and _is_background(part):
-                    self._keep(part, part_size, source, now_s)
+                    self._postpone(part, part_size, source, now_s)
                 else:
                     foreground.append((part, part_size))
         return foreground
 
-    def _keep(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> None:
+    def _postpone(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> None:
         self.kept += -(-len(view) // size)
         self._queue.append((now_s, memoryview(bytes(view)), size, source))
         self._bytes += len(view)
         while self._bytes > MOST_BYTES and len(self._queue) > 1:
-            self._drop()
+            self._drop_oldest()
 
-    def _drop(self) -> None:
+    def _drop_oldest(self) -> None:
         _, view, size, _ = self._queue.popleft()
         self._bytes -= len(view)
         self.dropped += -(-len(view) // size)
@@ -97,7 +97,7 @@ class Postponed:
     def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
         """Return the oldest packets still valid, and their arrival."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
-            self._drop()
+            self._drop_oldest()
         if not self._queue:
             return None
         arrived_s, view, size, source = self._queue.popleft()
@@ -105,7 +105,7 @@ class Postponed:
         return view, size, source, arrived_s
 
 
-def _journeys(view: memoryview, size: int) -> Iterator[Run]:
+def _split_by_journey(view: memoryview, size: int) -> Iterator[Run]:
     if size <= 0 or native.same_journey(view, size):
         yield view, size
     else:

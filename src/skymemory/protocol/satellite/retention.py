@@ -49,11 +49,11 @@ class Retention:
         self._history = state.history
         self._outbox = state.outbox
         self._counters = state.counters
-        self._lease_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
+        self._lease_limit_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
         self._transfers: dict[int, _RetainTransfer] = {}
         """Transfers by request id, in the order of ``due_s``."""
-        self._awaited: set[tuple[SatelliteId, bytes]] = set()
+        self._awaited_acks: set[tuple[SatelliteId, bytes]] = set()
         self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
 
     def receive(self, packet: Packet, now_s: float) -> None:
@@ -69,18 +69,18 @@ class Retention:
         if what is Retain.LEASE:
             for key in keys:
                 if key in self._store.shares:
-                    self._lease(key, packet.header.ground, min(until_s, now_s + _LONGEST_LEASE_S), now_s)
+                    self._lease_key(key, packet.header.ground, min(until_s, now_s + _LONGEST_LEASE_S), now_s)
             return
-        promise = self._pin if what is Retain.PIN else self._expire
+        promise = self._pin_key if what is Retain.PIN else self._set_expiry
         outcomes = [promise(key, until_s, now_s) if key in self._store.shares else Kept.ABSENT for key in keys]
         self._outbox.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
 
-    def _lease(self, key: bytes, ground: int, until_s: float, now_s: float) -> None:
+    def _lease_key(self, key: bytes, ground: int, until_s: float, now_s: float) -> None:
         if until_s <= now_s or key in self._store.pins:
             return
         holders = self._store.leases.get(key)
         if holders is None:
-            full = self._store.leased_bytes + self._store.share_bytes(key) > self._lease_bytes
+            full = self._store.leased_bytes + self._store.share_bytes(key) > self._lease_limit_bytes
         else:
             full = len(holders) >= _MOST_HOLDERS and ground not in holders
         if full:
@@ -89,7 +89,7 @@ class Retention:
         self._store.lease(key, ground, max(until_s, holders.get(ground, 0.0) if holders else 0.0))
         self._next_s = min(self._next_s, until_s)
 
-    def _pin(self, key: bytes, until_s: float, now_s: float) -> Kept:
+    def _pin_key(self, key: bytes, until_s: float, now_s: float) -> Kept:
         if until_s <= now_s:
             self._store.unpin(key)
             return Kept.DONE
@@ -102,12 +102,12 @@ class Retention:
         self._next_s = min(self._next_s, until_s)
         return Kept.DONE
 
-    def _expire(self, key: bytes, until_s: float, now_s: float) -> Kept:
+    def _set_expiry(self, key: bytes, until_s: float, now_s: float) -> Kept:
         expiries = self._store.expiries
         if not until_s:
             expiries.pop(key, None)
         elif until_s <= now_s:
-            self._delete(key)
+            self._delete_expired(key)
         elif len(expiries) >= _MOST_EXPIRIES and key not in expiries:
             return Kept.REFUSED
         else:
@@ -115,7 +115,7 @@ class Retention:
             self._next_s = min(self._next_s, until_s)
         return Kept.DONE
 
-    def _delete(self, key: bytes) -> None:
+    def _delete_expired(self, key: bytes) -> None:
         self._counters.add("chunks_expired", self._store.remove_key(key))
 
     # --- Timers ---
@@ -126,16 +126,16 @@ class Retention:
 
     def handle_timer(self, now_s: float) -> None:
         if now_s >= self._next_s:
-            self._end_due(now_s)
+            self._end_due_promises(now_s)
         while self._transfers and (number := next(iter(self._transfers))) and self._transfers[number].due_s <= now_s:
-            self._repeat(number, now_s)
+            self._repeat_transfer(number, now_s)
 
-    def _end_due(self, now_s: float) -> None:
+    def _end_due_promises(self, now_s: float) -> None:
         pins, expiries, leases = self._store.pins, self._store.expiries, self._store.leases
         for key in [key for key, until_s in pins.items() if until_s <= now_s]:
             self._store.unpin(key)
         for key in [key for key, until_s in expiries.items() if until_s <= now_s]:
-            self._delete(key)
+            self._delete_expired(key)
         for key, holders in list(leases.items()):
             for ground in [ground for ground, until_s in holders.items() if until_s <= now_s]:
                 self._store.release(key, ground)
@@ -148,24 +148,24 @@ class Retention:
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:
-                self._transfer(target, pack_retain(what, until_s, [key]), now_s)
+                self._send_transfer(target, pack_retain(what, until_s, [key]), now_s)
         if key in self._store.leases:  # sent once: a lost lease costs at most a miss
             until_s = max(self._store.leases[key].values())
             self._outbox.command(Op.RETAIN, target, 0, pack_retain(Retain.LEASE, until_s, [key]), now_s)
 
-    def _transfer(self, target: SatelliteId, body: bytes, now_s: float) -> None:
-        if (target, body) in self._awaited:
+    def _send_transfer(self, target: SatelliteId, body: bytes, now_s: float) -> None:
+        if (target, body) in self._awaited_acks:
             return
-        self._awaited.add((target, body))
+        self._awaited_acks.add((target, body))
         number = self._next_request_id
         self._next_request_id = 0x40000000 | (number + 1) & 0x3FFFFFFF
         self._transfers[number] = _RetainTransfer(target, body, now_s + _REPEAT_S)
         self._outbox.command(Op.RETAIN, target, number, body, now_s)
 
-    def _repeat(self, number: int, now_s: float) -> None:
+    def _repeat_transfer(self, number: int, now_s: float) -> None:
         transfer = self._transfers.pop(number)
         if transfer.attempts == _MOST_ATTEMPTS:
-            self._awaited.discard((transfer.there, transfer.body))
+            self._awaited_acks.discard((transfer.there, transfer.body))
             return
         transfer.attempts += 1
         transfer.due_s = now_s + _REPEAT_S
@@ -183,4 +183,4 @@ class Retention:
     def _end_transfer(self, request_id: int) -> None:
         transfer = self._transfers.pop(request_id, None)
         if transfer is not None:
-            self._awaited.discard((transfer.there, transfer.body))
+            self._awaited_acks.discard((transfer.there, transfer.body))

@@ -27,7 +27,7 @@ from skymemory.protocol.wire import (
 
 _KNOWN_GROUND_HOSTS = 4096
 _GROUND_OFFSET = 12
-_CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": native.BY_PLANE_LINK}
+_ARRIVAL_BITS: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": native.BY_PLANE_LINK}
 
 
 class Router:
@@ -38,33 +38,33 @@ class Router:
         self._here = own
         self._torus = torus
         self._mode = mode
-        self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
+        self._ground_links: OrderedDict[int, LinkEnd] = OrderedDict()
         self._next_hops: dict[int, SatelliteId] = {}
         self._changes = self._links.changes
 
     def remember(self, ground: int, link: LinkEnd) -> None:
-        self._grounds[ground] = link
-        self._grounds.move_to_end(ground)
-        if len(self._grounds) > _KNOWN_GROUND_HOSTS:
-            self._grounds.popitem(last=False)
+        self._ground_links[ground] = link
+        self._ground_links.move_to_end(ground)
+        if len(self._ground_links) > _KNOWN_GROUND_HOSTS:
+            self._ground_links.popitem(last=False)
 
     def known(self) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]]:
         """Return valid next hops, and beams of ground hosts."""
         if self._changes != self._links.changes:
             self._changes = self._links.changes
             self._next_hops.clear()
-        return self._next_hops, self._grounds
+        return self._next_hops, self._ground_links
 
     def heard_last(self, most: int) -> list[int]:
-        return list(islice(reversed(self._grounds), most))
+        return list(islice(reversed(self._ground_links), most))
 
     def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
-            return self._beam(destination, packet)
+            return self._get_beam(destination, packet)
         if target not in self._torus:
             return None
-        return self._onward(target)
+        return self._get_next_hop(target)
 
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
@@ -72,20 +72,20 @@ class Router:
         """Return packets in transit, hops counted, and their next link; or why there is none."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
-            beam = self._beam(destination, view)
+            beam = self._get_beam(destination, view)
             return Status.NO_ROUTE if beam is None else (SegmentBatch(bytearray(view), segment_bytes), beam)
         arrival_axis: Axis | None = None
         if isinstance(source, SatelliteId):
             arrival_axis = "slot" if source.plane == self._here.plane else "plane"
-        onward = self._onward(target, arrival_axis) if target in self._torus else None
+        onward = self._get_next_hop(target, arrival_axis) if target in self._torus else None
         if onward is None:
             return Status.NO_ROUTE
         packets = native.count_hops(view, segment_bytes)
         return Status.HOP_LIMIT if packets is None else (SegmentBatch(packets, segment_bytes), onward)
 
-    def _onward(self, target: SatelliteId, came_axis: Axis | None = None) -> SatelliteId | None:
+    def _get_next_hop(self, target: SatelliteId, came_axis: Axis | None = None) -> SatelliteId | None:
         next_hops, _ = self.known()
-        key = target.plane << 12 | target.slot | _CAME[came_axis]
+        key = target.plane << 12 | target.slot | _ARRIVAL_BITS[came_axis]
         onward = next_hops.get(key)
         if onward is None:
             greedy = self._torus.next_hop(self._here, target, self._mode, came_axis)
@@ -94,11 +94,11 @@ class Router:
                 next_hops[key] = onward
         return onward
 
-    def _beam(self, destination: Address, packet: Buffer) -> LinkEnd | None:
+    def _get_beam(self, destination: Address, packet: Buffer) -> LinkEnd | None:
         if destination.shell != GROUND_SHELL:
             return None
         at = header_start(memoryview(packet)) + _GROUND_OFFSET
-        return self._grounds.get(int.from_bytes(packet[at : at + 4], "big"))
+        return self._ground_links.get(int.from_bytes(packet[at : at + 4], "big"))
 
 
 # --- Link state ---
@@ -117,9 +117,9 @@ _MOST_AHEAD_MS = 60_000
 
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
-_ANSWER_ME = 0x01
+_FLAG_ANSWER_ME = 0x01
 _LATE_STEP_S = 0.01
-_Four = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
+_FourNeighbours = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
 
 
 class Declaration(NamedTuple):
@@ -150,7 +150,7 @@ class LinksBody(NamedTuple):
     def pack_with(self, records: Sequence[bytes]) -> bytes:
         if len(records) > MAX_DECLARATIONS:
             raise InvalidInput(f"{len(records)} declarations: expected {MAX_DECLARATIONS} at most")
-        flags, late = _ANSWER_ME if self.answer_me else 0, min(round(self.late_s / _LATE_STEP_S), 0xFF)
+        flags, late = _FLAG_ANSWER_ME if self.answer_me else 0, min(round(self.late_s / _LATE_STEP_S), 0xFF)
         return _LINKS.pack(len(records), flags, late, *self.pushed, self.pushed_at_ms) + b"".join(records)
 
     @classmethod
@@ -175,14 +175,14 @@ class LinksBody(NamedTuple):
                 origin = Address.unpack(address)
                 declarations.append(Declaration(SatelliteId(origin.plane, origin.slot), down & 0xF, made_ms))
         late_s = late * _LATE_STEP_S
-        return cls(bool(flags & _ANSWER_ME), (slot_moves, plane_moves), pushed_at_ms, declarations, late_s)
+        return cls(bool(flags & _FLAG_ANSWER_ME), (slot_moves, plane_moves), pushed_at_ms, declarations, late_s)
 
 
-class _Grid(dict[SatelliteId, _Four]):
+class _Grid(dict[SatelliteId, _FourNeighbours]):
     def __init__(self, torus: Torus) -> None:
         self._torus = torus
 
-    def __missing__(self, satellite: SatelliteId) -> _Four:
+    def __missing__(self, satellite: SatelliteId) -> _FourNeighbours:
         neighbours = self[satellite] = self._torus.neighbours(satellite)
         return neighbours
 
@@ -201,13 +201,13 @@ class LinkState:
         self._torus = torus
         self._neighbours = _grid_of(torus)
         self._declared: dict[SatelliteId, Declaration] = {}
-        self._packed: dict[SatelliteId, bytes] = {}
+        self._packed_declarations: dict[SatelliteId, bytes] = {}
         self.records: set[bytes] = set()
-        self._down: set[tuple[SatelliteId, SatelliteId]] = set()
+        self._down_links: set[tuple[SatelliteId, SatelliteId]] = set()
         self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
         """Trees by satellite: the first links of shortest paths to each destination, as bits."""
-        self._growing = Throttle()
-        self._stale = False
+        self._growth_throttle = Throttle()
+        self._are_trees_stale = False
         self.trees_grown = 0
         self.satellites_searched = 0
         self.changes = 0
@@ -216,17 +216,17 @@ class LinkState:
 
     @property
     def clear(self) -> bool:
-        return not self._down
+        return not self._down_links
 
     def declared(self) -> list[Declaration]:
         return list(self._declared.values())
 
     def pages(self) -> list[list[bytes]]:
-        known = list(self._packed.values())
+        known = list(self._packed_declarations.values())
         return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
 
     def packed(self, origins: Iterable[SatelliteId]) -> list[bytes]:
-        return [self._packed[origin] for origin in origins if origin in self._packed]
+        return [self._packed_declarations[origin] for origin in origins if origin in self._packed_declarations]
 
     def made_ms(self, origin: SatelliteId) -> int:
         declaration = self._declared.get(origin)
@@ -243,24 +243,24 @@ class LinkState:
         if not -_MOST_AHEAD_MS <= age_ms < LIFETIME_S * 1e3:
             return False
         before = self._declared.get(declaration.origin)
-        self._forget(declaration.origin)
+        self._remove_declaration(declaration.origin)
         self._declared[declaration.origin] = declaration
-        self._packed[declaration.origin] = packed = declaration.pack()
+        self._packed_declarations[declaration.origin] = packed = declaration.pack()
         self.records.add(packed)
         self._next_expiry_s = None
         if (before.down if before is not None else 0) != declaration.down:
-            self._changed(declaration.origin, now_s, at_once)
+            self._apply_declaration(declaration.origin, now_s, at_once)
         return True
 
-    def _forget(self, origin: SatelliteId) -> None:
+    def _remove_declaration(self, origin: SatelliteId) -> None:
         self._declared.pop(origin, None)
-        self.records.discard(self._packed.pop(origin, b""))
+        self.records.discard(self._packed_declarations.pop(origin, b""))
 
     def expire(self, now_s: float) -> None:
         old = [origin for origin, declared in self._declared.items() if _end_s(declared) <= now_s]
         for origin in old:
-            self._forget(origin)
-            self._changed(origin, now_s)
+            self._remove_declaration(origin)
+            self._apply_declaration(origin, now_s)
         if old:
             self._next_expiry_s = None
 
@@ -271,34 +271,34 @@ class LinkState:
         return self._next_expiry_s
 
     def is_up(self, satellite: SatelliteId, neighbour: SatelliteId) -> bool:
-        return (satellite, neighbour) not in self._down
+        return (satellite, neighbour) not in self._down_links
 
     def onward(self, satellite: SatelliteId, target: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
         """Return the next hop: ``greedy`` if it is on a shortest path, or if no path is known and its link is up."""
-        nearer = self._nearer(satellite, target)
+        nearer = self._get_nearer_neighbours(satellite, target)
         if nearer:
             return greedy if greedy in nearer else nearer[0]
         return greedy if self.is_up(satellite, greedy) else None
 
-    def _nearer(self, satellite: SatelliteId, target: SatelliteId) -> list[SatelliteId]:
+    def _get_nearer_neighbours(self, satellite: SatelliteId, target: SatelliteId) -> list[SatelliteId]:
         tree = self._trees.get(satellite)
         if tree is None:
-            tree = self._grow(satellite)
+            tree = self._grow_tree(satellite)
         links = tree.get(target, 0)
-        living = self._living(satellite, links)
+        living = self._get_living_neighbours(satellite, links)
         if links and not living:  # all links of the tree have just gone down
-            living = self._living(satellite, self._grow(satellite).get(target, 0))
+            living = self._get_living_neighbours(satellite, self._grow_tree(satellite).get(target, 0))
         return living
 
-    def _living(self, satellite: SatelliteId, links: int) -> list[SatelliteId]:
+    def _get_living_neighbours(self, satellite: SatelliteId, links: int) -> list[SatelliteId]:
         four = self._neighbours[satellite]
-        return [four[bit] for bit in range(4) if links >> bit & 1 and (satellite, four[bit]) not in self._down]
+        return [four[bit] for bit in range(4) if links >> bit & 1 and (satellite, four[bit]) not in self._down_links]
 
-    def _grow(self, root: SatelliteId) -> dict[SatelliteId, int]:
+    def _grow_tree(self, root: SatelliteId) -> dict[SatelliteId, int]:
         """Search breadth-first: every link to a nearer neighbour counts."""
         self.trees_grown += 1
         tree, edge = {root: 0}, [root]
-        down, neighbours = self._down, self._neighbours
+        down, neighbours = self._down_links, self._neighbours
         while edge:
             reached: dict[SatelliteId, int] = {}
             for at in edge:
@@ -316,28 +316,28 @@ class LinkState:
 
     @property
     def next_growth_s(self) -> float:
-        return self._growing.open_s if self._stale else math.inf
+        return self._growth_throttle.open_s if self._are_trees_stale else math.inf
 
     def discard_trees(self, now_s: float) -> None:
-        if self._stale:
-            self._stale = False
-            self._growing.done(now_s)
+        if self._are_trees_stale:
+            self._are_trees_stale = False
+            self._growth_throttle.done(now_s)
             self._trees.clear()
             self.changes += 1
 
-    def _changed(self, origin: SatelliteId, now_s: float, at_once: bool = False) -> None:
+    def _apply_declaration(self, origin: SatelliteId, now_s: float, at_once: bool = False) -> None:
         """Apply a declaration: a link is down if either end says so."""
         ours = self._declared_down(origin)
         for neighbour in dict.fromkeys(self._neighbours[origin]):
             ways = (origin, neighbour), (neighbour, origin)
             if neighbour in ours or origin in self._declared_down(neighbour):
-                self._down.update(ways)
-            elif ways[0] in self._down:
-                self._down.difference_update(ways)
+                self._down_links.update(ways)
+            elif ways[0] in self._down_links:
+                self._down_links.difference_update(ways)
                 self.healed += 1
-        self._stale = True
+        self._are_trees_stale = True
         self.changes += 1
-        if at_once or self._growing.is_open(now_s):
+        if at_once or self._growth_throttle.is_open(now_s):
             self.discard_trees(now_s)
 
     def _declared_down(self, origin: SatelliteId) -> list[SatelliteId]:

@@ -89,8 +89,8 @@ class Sweep:
         self._suspects: dict[bytes, _Suspect] = {}
         self._next_request_id = 0x80000000 | state.config.first_request_id & 0x3FFFFFFF
         self._sweep_s = now_s + config.sweep_s if config.periodic else math.inf
-        self._sweeps = 0
-        self._swept_to = b""
+        self._rounds = 0
+        self._last_swept_key = b""
         self._swept_moves = state.locator.moves
         self._held_back: dict[Dead, Moves] = {}
         """Settings held back, with the moves at that time; oldest first."""
@@ -109,12 +109,14 @@ class Sweep:
         self._swept_moves = self._locator.moves
         if not still:
             return
-        keys = self._store.keys_after(self._swept_to, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
+        keys = self._store.keys_after(self._last_swept_key, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
         # Distances 1, 2, 4 … 512, then again from 1.
-        unasked = self._examine(keys, 1 << self._sweeps % 10, now_s)
+        unasked = self._check_keys(keys, 1 << self._rounds % 10, now_s)
         done = [key for key in keys if not unasked or key < unasked[0]]
-        self._swept_to = done[-1] if done and (unasked or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
-        self._sweeps += not self._swept_to
+        self._last_swept_key = (
+            done[-1] if done and (unasked or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
+        )
+        self._rounds += not self._last_swept_key
 
     # --- Around a handover ---
 
@@ -133,16 +135,16 @@ class Sweep:
             for name in names
         }
         for distance in _DISTANCES:
-            self._examine(sorted(leaving), distance, now_s, before)
-        if self._asking:
+            self._check_keys(sorted(leaving), distance, now_s, before)
+        if self._is_asking:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
     def release_handover(self) -> None:
-        if not self._asking:
+        if not self._is_asking:
             self._handover.fresh_from_s = 0.0
 
     @property
-    def _asking(self) -> bool:
+    def _is_asking(self) -> bool:
         return bool(self._questions) or self._checks.asking
 
     def hold_back(self, burst: MigrateBurst, now_s: float) -> None:
@@ -168,13 +170,15 @@ class Sweep:
 
     # --- Questions ---
 
-    def _examine(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
+    def _check_keys(
+        self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None
+    ) -> list[bytes]:
         """Check that keys are whole: the own share, and the server ``distance`` further in the ring.
 
         Return keys beyond the limit. With ``before``, the earlier moves, either place suffices.
         """
         if self._replicas is not None:
-            return self._examine_copies(self._replicas, keys, distance, now_s, before)
+            return self._check_keys_with_copies(self._replicas, keys, distance, now_s, before)
         # 1. Count the own share; choose the satellites to ask about the other server.
         self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
         by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
@@ -182,16 +186,16 @@ class Sweep:
         servers: dict[bytes, int] = {}
         packets, unasked = 0, list[bytes]()
         for key in keys:
-            ref = self._ref(key)
+            ref = self._get_ref(key)
             if ref is None:
                 continue
-            own = self._incomplete_server(key)
+            own = self._get_incomplete_server(key)
             if own is not None:
-                self._suspect(key, own, now_s)
+                self._add_suspicion(key, own, now_s)
                 continue
             ring = min(ref.tag.servers, ref.chunks)
             server = (ref.tag.server + distance) % ring
-            places = self._places(ref, server, before) if server != ref.tag.server else []
+            places = self._get_places(ref, server, before) if server != ref.tag.server else []
             # A satellite asked about a full packet of keys already needs another packet.
             new_packets = sum(len(by_place.get(place, ((), ()))[0]) % MAX_KEYS_PER_PACKET == 0 for place in places)
             if not places:
@@ -210,10 +214,10 @@ class Sweep:
         for place, (place_keys, expected) in by_place.items():
             for at in range(0, len(place_keys), MAX_KEYS_PER_PACKET):
                 page = slice(at, at + MAX_KEYS_PER_PACKET)
-                self._ask(place, _Question(place_keys[page], expected[page], servers, now_s, places_left))
+                self._send_question(place, _Question(place_keys[page], expected[page], servers, now_s, places_left))
         return unasked
 
-    def _examine_copies(
+    def _check_keys_with_copies(
         self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
         by_place: dict[SatelliteId, list[Check]] = {}
@@ -225,11 +229,11 @@ class Sweep:
                 name = check.key, check.server
                 if what is CheckResult.WHOLE:
                     places_left[name] = _FOUND
-                    self._clear(check.key, check.server)
+                    self._remove_suspicion(check.key, check.server)
                 elif answer.same_moves:
                     places_left[name] -= 1
                     if places_left[name] == 0:
-                        self._suspect(check.key, check.server, answered_s)
+                        self._add_suspicion(check.key, check.server, answered_s)
 
         for key in keys:
             for check, places in replicas.to_ask(key, distance, before):
@@ -245,10 +249,10 @@ class Sweep:
         return unasked
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        self._learn(packet, now_s)
+        self._on_presences(packet, now_s)
         self.release_handover()
 
-    def _learn(self, packet: Packet, now_s: float) -> None:
+    def _on_presences(self, packet: Packet, now_s: float) -> None:
         question = self._questions.pop(packet.header.request_id, None)
         presences = messages.unpack_presences(packet.body)
         if question is None or len(presences) != len(question.keys):
@@ -256,25 +260,25 @@ class Sweep:
         same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
         for key, expected, presence in zip(question.keys, question.expected, presences, strict=True):
             if presence is not None and presence.held >= expected:
-                self._clear(key, question.servers[key])
+                self._remove_suspicion(key, question.servers[key])
                 question.lacking[key] = _FOUND
             elif same_moves:
                 question.lacking[key] -= 1
                 if question.lacking[key] == 0:
-                    self._suspect(key, question.servers[key], now_s, presence is None)
+                    self._add_suspicion(key, question.servers[key], now_s, presence is None)
 
-    def _ask(self, place: SatelliteId, question: _Question) -> None:
+    def _send_question(self, place: SatelliteId, question: _Question) -> None:
         number = self._next_request_id
         self._next_request_id = 0x80000000 | (number + 1) & 0x3FFFFFFF
         self._questions[number] = question
         self._counters.add("questions_asked")
         self._outbox.command(Op.HAS, place, number, messages.pack_keys(question.keys), question.asked_s)
 
-    def _ref(self, key: bytes) -> ChunkRef | None:
+    def _get_ref(self, key: bytes) -> ChunkRef | None:
         share = self._store.shares.get(key)
         return ChunkRef.unpack(latest_ref(share)) if share else None
 
-    def _incomplete_server(self, key: bytes) -> int | None:
+    def _get_incomplete_server(self, key: bytes) -> int | None:
         """Return a server of which some chunks, but not all, are here; other settings do not count."""
         share = self._store.shares[key]
         packed = latest_ref(share)
@@ -286,7 +290,7 @@ class Sweep:
                 counts[server] = counts.get(server, 0) + 1
         return min((server for server, count in counts.items() if count < _chunks_of(server, ref)), default=None)
 
-    def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
+    def _get_places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
         """Return that server's satellites now and before; none if this satellite is among them."""
         tag, places = ref.tag, list[SatelliteId]()
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
@@ -309,7 +313,7 @@ class Sweep:
         values = []
         for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
-            missing = self._missing(key, suspect)
+            missing = self._get_missing_chunks(key, suspect)
             if not missing or suspect.moves != self._locator.moves or suspect.attempts == _MOST_ATTEMPTS:
                 del self._suspects[key]
                 continue
@@ -318,9 +322,9 @@ class Sweep:
             share = self._store.shares[key]
             values.append((latest_ref(share), missing))
         if values:
-            self._proofs.ask(values, self._proved, now_s)
+            self._proofs.ask(values, self._on_proof, now_s)
 
-    def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
+    def _get_missing_chunks(self, key: bytes, suspect: _Suspect) -> list[int]:
         """Return the suspected share's missing chunks, limited because a reference may claim any number."""
         share = self._store.shares.get(key)
         if not share:
@@ -331,7 +335,7 @@ class Sweep:
         missing = (index for index in chunks if index not in share or setting_of(share[index][0]) != setting_of(packed))
         return list(islice(missing, 1 if suspect.nothing else MAX_CHECKS_PER_PACKET))
 
-    def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
+    def _on_proof(self, packed: bytes, lost: bool, now_s: float) -> None:
         key = packed[:KEY_BYTES]
         share = self._store.shares.get(key)
         if self._suspects.pop(key, None) is not None and lost and share:
@@ -339,11 +343,11 @@ class Sweep:
             self._gossip.purge(dead, now_s)
             self._gossip.notify_ground(dead, now_s)
 
-    def _suspect(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
+    def _add_suspicion(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
         if key not in self._suspects:
             self._suspects[key] = _Suspect(server, now_s + self._config.confirm_s, self._locator.moves, nothing)
 
-    def _clear(self, key: bytes, server: int) -> None:
+    def _remove_suspicion(self, key: bytes, server: int) -> None:
         known = self._suspects.get(key)
         if known is not None and known.server == server:
             del self._suspects[key]
@@ -373,9 +377,9 @@ class ReplicaRepair:
         self._locator = state.locator
         self._counters = state.counters
         self._checks = checks
-        self._swept_to = b""
+        self._last_swept_key = b""
         self._swept_moves = state.locator.moves
-        self._left_bytes = 0
+        self._bytes_left = 0
         self._next_s = now_s + self._sweep_s if self._replicas > 1 else math.inf
 
     def next_timer_s(self) -> float:
@@ -388,26 +392,26 @@ class ReplicaRepair:
         still = self._locator.moves == self._swept_moves and self._handover.at_rest
         self._swept_moves = self._locator.moves
         if still:
-            self._left_bytes = MOST_BYTES
-            self._sweep(now_s)
+            self._bytes_left = MOST_BYTES
+            self._send_checks(now_s)
 
-    def _sweep(self, now_s: float) -> None:
+    def _send_checks(self, now_s: float) -> None:
         limit = _REPAIR_PAGES * MAX_CHECKS_PER_PACKET
-        keys = self._store.keys_after(self._swept_to, limit)
-        self._swept_to = keys[-1] if len(keys) == limit else b""
+        keys = self._store.keys_after(self._last_swept_key, limit)
+        self._last_swept_key = keys[-1] if len(keys) == limit else b""
         by_place: dict[SatelliteId, list[Check]] = {}
         question_count = 0
         for key in keys:
-            for place, check in self._next_copies(key):
+            for place, check in self._get_next_copies(key):
                 by_place.setdefault(place, []).append(check)
                 question_count += 1
             if question_count >= limit:
-                self._swept_to = key
+                self._last_swept_key = key
                 break
         for place, checks in by_place.items():
             self._checks.ask(place, checks, self._send_lacking, now_s)
 
-    def _next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
+    def _get_next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
         copies = []
         for (_, replica), (check, indices) in self._find_whole_shares(key).items():
             ref = self._store.shares[key][indices[0]][0]
@@ -437,7 +441,7 @@ class ReplicaRepair:
         if not answer.same_moves:
             return
         for check, what in zip(answer.checks, answer.found, strict=True):
-            if what is not CheckResult.LACKING or self._left_bytes <= 0:
+            if what is not CheckResult.LACKING or self._bytes_left <= 0:
                 continue
             for (server, replica), (ours, indices) in self._find_whole_shares(check.key).items():
                 copy = (replica + 1) % self._replicas
@@ -445,6 +449,6 @@ class ReplicaRepair:
                     continue
                 ref = self._store.shares[check.key][indices[0]][0]
                 if self._locator.home(as_copy(ref, copy)) == answer.place:
-                    self._left_bytes -= len(indices) * (check.length_bytes + CHUNK_REF_BYTES)
+                    self._bytes_left -= len(indices) * (check.length_bytes + CHUNK_REF_BYTES)
                     self._counters.add("copies_mended", len(indices))
                     self._handover.enqueue(answer.place, [(check.key, index, copy) for index in indices])

@@ -69,7 +69,7 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
         model=fields.get("model"), max_tokens=fields.get("max_tokens"), stop=fields.get("stop_sequences")
     )
     body["messages"] = _MessageTurns(strict).read(fields)
-    if tools := _tools(fields, strict):
+    if tools := _translate_tools(fields, strict):
         body["tools"] = tools
     metadata = fields.get("metadata")
     if isinstance(metadata, dict) and isinstance(metadata.get("user_id"), str):
@@ -79,8 +79,8 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
             if fields.get(name):
                 refuse(name, "is not supported by the engine: leave it out")
         if "tools" in body and (choice := fields.get("tool_choice")) is not None:
-            body |= _tool_choice(object_of(choice, "tool_choice"))
-        body |= _output_settings(fields)
+            body |= _translate_tool_choice(object_of(choice, "tool_choice"))
+        body |= _translate_output_settings(fields)
     if fields.get("stream"):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return body
@@ -93,7 +93,7 @@ def counting_request(fields: Fields) -> dict[str, Any]:
     return {**chat_request(counted_fields), "max_tokens": 1}
 
 
-def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
+def _translate_tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") is True else {}
     kind = choice.get("type")
     if kind == "tool":
@@ -104,7 +104,7 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return {"tool_choice": _CHOICES[kind], **alone}
 
 
-def _tools(fields: Fields, strict: bool) -> list[Any]:
+def _translate_tools(fields: Fields, strict: bool) -> list[Any]:
     tools: list[Any] = []
     for at, tool in enumerate(list_of(fields.get("tools") or [], "tools")):
         param = f"tools[{at}]"
@@ -120,7 +120,7 @@ def _tools(fields: Fields, strict: bool) -> list[Any]:
     return tools
 
 
-def _output_settings(fields: Fields) -> dict[str, Any]:
+def _translate_output_settings(fields: Fields) -> dict[str, Any]:
     body: dict[str, Any] = {}
     settings = object_of(fields.get("output_config") or {}, "output_config")
     shape = settings.get("format") or fields.get("output_format")
@@ -139,7 +139,7 @@ class _MessageTurns:
         self._strict = strict
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
-        system = self._system(fields.get("system"), "system")
+        system = self._join_system_texts(fields.get("system"), "system")
         messages = list_of(fields.get("messages"), "messages")
         turns: list[dict[str, Any]] = []
         for at, message in enumerate(messages):
@@ -147,19 +147,23 @@ class _MessageTurns:
             turn = object_of(message, param)
             role, content = turn.get("role"), turn.get("content")
             if role == "system":
-                system += self._system(content, f"{param}.content")
+                system += self._join_system_texts(content, f"{param}.content")
             elif role not in ("user", "assistant"):
                 refuse(f"{param}.role", "is not user, assistant or system")
             elif isinstance(content, str):
                 turns.append({"role": role, "content": content})
             else:
                 blocks = list_of(content, f"{param}.content")
-                turns += self._assistant(blocks, param) if role == "assistant" else self._user(blocks, param)
+                turns += (
+                    self._translate_assistant_turn(blocks, param)
+                    if role == "assistant"
+                    else self._translate_user_turn(blocks, param)
+                )
         if not turns:
             refuse("messages", "has no turn: expected at least one")
         return [{"role": "system", "content": system}, *turns] if system else turns
 
-    def _system(self, content: object, param: str) -> str:
+    def _join_system_texts(self, content: object, param: str) -> str:
         if content is None or isinstance(content, str):
             return content or ""
         texts = []
@@ -167,20 +171,22 @@ class _MessageTurns:
             texts.append(text_of(object_of(block, f"{param}[{at}]").get("text"), f"{param}[{at}].text"))
         return "".join(text for text in texts if not text.startswith(_BILLING))
 
-    def _user(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
+    def _translate_user_turn(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
         """Yield tool results as separate turns, before the user's text."""
         parts: list[dict[str, Any]] = []
         for at, entry in enumerate(blocks):
             where = f"{param}.content[{at}]"
             block = object_of(entry, where)
             if block.get("type") != "tool_result":
-                parts.append(self._part(block, where))
+                parts.append(self._translate_part(block, where))
                 continue
             result = block.get("content")
             if result is None or isinstance(result, str):
                 content, images = result or "", []
             else:
-                results = [self._part(object_of(item, where), where) for item in list_of(result, f"{where}.content")]
+                results = [
+                    self._translate_part(object_of(item, where), where) for item in list_of(result, f"{where}.content")
+                ]
                 content = "\n".join(part["text"] for part in results if part.get("type") == "text")
                 images = [part for part in results if part.get("type") != "text"]
             call_id = text_of(block.get("tool_use_id"), f"{where}.tool_use_id")
@@ -190,7 +196,7 @@ class _MessageTurns:
         if parts:
             yield {"role": "user", "content": joined(parts)}
 
-    def _assistant(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
+    def _translate_assistant_turn(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
         parts, calls, thoughts = [], [], []
         for at, entry in enumerate(blocks):
             where = f"{param}.content[{at}]"
@@ -203,7 +209,7 @@ class _MessageTurns:
             elif kind == "thinking":
                 thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
             elif kind != "redacted_thinking":
-                parts.append(self._part(block, where))
+                parts.append(self._translate_part(block, where))
         turn: dict[str, Any] = {"role": "assistant", "content": joined(parts) if parts else None}
         if calls:
             turn["tool_calls"] = calls
@@ -212,7 +218,7 @@ class _MessageTurns:
         if parts or calls or thoughts:
             yield turn
 
-    def _part(self, block: dict[str, Any], param: str) -> dict[str, Any]:
+    def _translate_part(self, block: dict[str, Any], param: str) -> dict[str, Any]:
         kind, source = block.get("type"), block.get("source")
         if kind == "text":
             return {"type": "text", "text": text_of(block.get("text"), f"{param}.text")}
@@ -241,9 +247,9 @@ def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any
     reader = PartReader()
     events = reader.read_whole(answer)
     return {
-        **_message(fields, reader, [_block(item.part) for item in events if item.what == END]),
-        **_stop(fields, reader),
-        "usage": _usage(reader.usage),
+        **_make_message(fields, reader, [_make_block(item.part) for item in events if item.what == END]),
+        **_get_stop_reason(fields, reader),
+        "usage": _make_usage(reader.usage),
     }
 
 
@@ -277,45 +283,45 @@ class MessageStream:
             UnreadableAnswer: no chunk of a chat completion.
         """
         events = list(self._reader.read(chunk))
-        yield from self._begin()
+        yield from self._begin_once()
         for part_event in events:
-            yield from self._part_event(part_event)
+            yield from self._translate_part_event(part_event)
 
     def end(self) -> Iterator[bytes]:
-        yield from self._begin()
+        yield from self._begin_once()
         for part_event in list(self._reader.end()):
-            yield from self._part_event(part_event)
-        usage = _usage(self._reader.usage)
-        yield _event("message_delta", delta=_stop(self._fields, self._reader), usage=usage)
-        yield _event("message_stop")
+            yield from self._translate_part_event(part_event)
+        usage = _make_usage(self._reader.usage)
+        yield _make_event("message_delta", delta=_get_stop_reason(self._fields, self._reader), usage=usage)
+        yield _make_event("message_stop")
 
     def fail(self, status: int, message: str) -> Iterator[bytes]:
         yield error_event(status, message)
 
-    def _begin(self) -> Iterator[bytes]:
+    def _begin_once(self) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
-            message = _message(self._fields, self._reader, [])
+            message = _make_message(self._fields, self._reader, [])
             unknown = {
                 "stop_reason": None,
                 "stop_sequence": None,
-                "usage": {**_usage(self._reader.usage), "output_tokens": 0},
+                "usage": {**_make_usage(self._reader.usage), "output_tokens": 0},
             }
-            yield _event("message_start", message={**message, **unknown})
+            yield _make_event("message_start", message={**message, **unknown})
 
-    def _part_event(self, event: PartEvent) -> Iterator[bytes]:
+    def _translate_part_event(self, event: PartEvent) -> Iterator[bytes]:
         part, at = event.part, event.part.number
         if event.what == BEGIN:
-            yield _event("content_block_start", index=at, content_block=_empty_block(part))
+            yield _make_event("content_block_start", index=at, content_block=_make_empty_block(part))
         elif event.what == PIECE and event.text:
-            yield _event("content_block_delta", index=at, delta=_delta(part, event.text))
+            yield _make_event("content_block_delta", index=at, delta=_make_delta(part, event.text))
         elif event.what == END:
             if part.kind == REASONING:
-                yield _event("content_block_delta", index=at, delta={"type": "signature_delta", "signature": ""})
-            yield _event("content_block_stop", index=at)
+                yield _make_event("content_block_delta", index=at, delta={"type": "signature_delta", "signature": ""})
+            yield _make_event("content_block_stop", index=at)
 
 
-def _message(fields: Fields, reader: PartReader, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _make_message(fields: Fields, reader: PartReader, content: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": f"msg_{reader.id.removeprefix('chatcmpl-') or '0'}",
         "type": "message",
@@ -325,15 +331,15 @@ def _message(fields: Fields, reader: PartReader, content: list[dict[str, Any]]) 
     }
 
 
-def _block(part: ContentPart) -> dict[str, Any]:
+def _make_block(part: ContentPart) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": part.text}
     if part.kind == REASONING:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _read_arguments(part.text)}
 
 
-def _empty_block(part: ContentPart) -> dict[str, Any]:
+def _make_empty_block(part: ContentPart) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": ""}
     if part.kind == REASONING:
@@ -341,7 +347,7 @@ def _empty_block(part: ContentPart) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
 
 
-def _delta(part: ContentPart, text: str) -> dict[str, Any]:
+def _make_delta(part: ContentPart, text: str) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text_delta", "text": text}
     if part.kind == REASONING:
@@ -349,7 +355,7 @@ def _delta(part: ContentPart, text: str) -> dict[str, Any]:
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def _read_arguments(arguments: str) -> dict[str, Any]:
     try:
         decoded = msgspec.json.decode(arguments.encode("utf-8", "replace")) if arguments.strip() else {}
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -357,7 +363,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {"arguments": arguments}
 
 
-def _stop(fields: Fields, reader: PartReader) -> dict[str, Any]:
+def _get_stop_reason(fields: Fields, reader: PartReader) -> dict[str, Any]:
     reason = _STOP_REASONS.get(reader.finish, "end_turn")
     stops = fields.get("stop_sequences")
     if reason == "end_turn" and isinstance(stops, list) and reader.stop_text and reader.stop_text in stops:
@@ -367,7 +373,7 @@ def _stop(fields: Fields, reader: PartReader) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(usage: ChatUsage | None) -> dict[str, Any]:
+def _make_usage(usage: ChatUsage | None) -> dict[str, Any]:
     """Return the usage; Anthropic's ``input_tokens`` exclude cached tokens."""
     counts = usage or ChatUsage()
     return {
@@ -378,7 +384,7 @@ def _usage(usage: ChatUsage | None) -> dict[str, Any]:
     }
 
 
-def _event(name: str, **content: Any) -> bytes:
+def _make_event(name: str, **content: Any) -> bytes:
     return event(name, {"type": name, **content})
 
 

@@ -90,28 +90,28 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
         refuse("max_output_tokens", "is not a whole number of at most 64 bits")
     body |= without_none(model=fields.get("model"), max_tokens=limit)
     body["messages"] = _InputTurns(strict).read(fields)
-    if tools := _tools(fields, strict):
+    if tools := _translate_tools(fields, strict):
         body["tools"] = tools
     if strict:
-        body |= _strict_fields(fields, body)
+        body |= _translate_strict_fields(fields, body)
     if fields.get("stream"):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return body
 
 
-def _strict_fields(fields: Fields, body: dict[str, Any]) -> dict[str, Any]:
+def _translate_strict_fields(fields: Fields, body: dict[str, Any]) -> dict[str, Any]:
     body_fields: dict[str, Any] = {}
     for name in _REFUSED:
         if fields.get(name):
             refuse(name, "is not supported by the engine: leave it out")
     choice = fields.get("tool_choice")
     if choice is not None and "tools" in body:
-        body_fields |= _tool_choice(choice, body)
+        body_fields |= _translate_tool_choice(choice, body)
     if "tools" not in body:
         body.pop("parallel_tool_calls", None)  # meaningless without tools
     text = fields.get("text")
     if text is not None:
-        body_fields |= _text_settings(object_of(text, "text"))
+        body_fields |= _translate_text_settings(object_of(text, "text"))
     reasoning = fields.get("reasoning")
     if reasoning is not None and (effort := object_of(reasoning, "reasoning").get("effort")) is not None:
         if effort not in _EFFORTS:
@@ -123,7 +123,7 @@ def _strict_fields(fields: Fields, body: dict[str, Any]) -> dict[str, Any]:
     return body_fields
 
 
-def _tools(fields: Fields, strict: bool) -> list[Any]:
+def _translate_tools(fields: Fields, strict: bool) -> list[Any]:
     tools: list[Any] = []
     for at, tool in enumerate(list_of(fields.get("tools") or [], "tools")):
         param = f"tools[{at}]"
@@ -146,7 +146,7 @@ def _tools(fields: Fields, strict: bool) -> list[Any]:
     return tools
 
 
-def _tool_choice(choice: Any, body: dict[str, Any]) -> dict[str, Any]:
+def _translate_tool_choice(choice: Any, body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(choice, str):
         return {"tool_choice": choice}
     kind = object_of(choice, "tool_choice").get("type")
@@ -162,7 +162,7 @@ def _tool_choice(choice: Any, body: dict[str, Any]) -> dict[str, Any]:
     return refuse("tool_choice", f"asks for {str(kind)[:40]!r}: the engine can call functions only")
 
 
-def _text_settings(text: dict[str, Any]) -> dict[str, Any]:
+def _translate_text_settings(text: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     shape = object_of(text.get("format") or {"type": "text"}, "text.format")
     kind = shape.get("type")
@@ -211,7 +211,7 @@ class _InputTurns:
             )
         elif kind == "function_call_output":
             output = item.get("output")
-            content = output if isinstance(output, str) else self._content(output, f"{param}.output")
+            content = output if isinstance(output, str) else self._translate_content(output, f"{param}.output")
             call_id = text_of(item.get("call_id"), f"{param}.call_id")
             self._turns.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "reasoning":
@@ -233,7 +233,11 @@ class _InputTurns:
         if role not in ("user", "assistant", "system", "developer"):
             refuse(f"{param}.role", f"is {role[:40]!r}: expected user, assistant, system or developer")
         given_content = item.get("content")
-        content = given_content if isinstance(given_content, str) else self._content(given_content, f"{param}.content")
+        content = (
+            given_content
+            if isinstance(given_content, str)
+            else self._translate_content(given_content, f"{param}.content")
+        )
         # Templates of open models have no role "developer".
         turn = {"role": "system" if role == "developer" else role, "content": content}
         self._turns.append(self._with_thoughts(turn) if role == "assistant" else turn)
@@ -248,13 +252,13 @@ class _InputTurns:
             self._turns.append(self._with_thoughts({"role": "assistant", "content": None}))
         self._turns[-1].setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
 
-    def _content(self, parts: object, param: str) -> str | list[dict[str, Any]]:
+    def _translate_content(self, parts: object, param: str) -> str | list[dict[str, Any]]:
         content = []
         for at, part in enumerate(list_of(parts, param)):
-            content.append(self._part(object_of(part, f"{param}[{at}]"), f"{param}[{at}]"))
+            content.append(self._translate_part(object_of(part, f"{param}[{at}]"), f"{param}[{at}]"))
         return joined(content)
 
-    def _part(self, part: dict[str, Any], param: str) -> dict[str, Any]:
+    def _translate_part(self, part: dict[str, Any], param: str) -> dict[str, Any]:
         kind = part.get("type")
         if kind in ("input_text", "output_text", "text", "summary_text"):
             return {"type": "text", "text": text_of(part.get("text"), f"{param}.text")}
@@ -309,12 +313,12 @@ class ResponseStream:
         events = list(self._reader.read(chunk))
         yield from self._begin()
         for part_event in events:
-            yield from self._part_event(part_event)
+            yield from self._translate_part_event(part_event)
 
     def end(self) -> Iterator[bytes]:
         yield from self._begin()
         for part_event in list(self._reader.end()):
-            yield from self._part_event(part_event)
+            yield from self._translate_part_event(part_event)
         status = _status(self._reader.finish)
         yield self._event(f"response.{status}", response=self._builder.response(status, self._items))
 
@@ -329,7 +333,7 @@ class ResponseStream:
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._builder.response("in_progress", []))
 
-    def _part_event(self, event: PartEvent) -> Iterator[bytes]:
+    def _translate_part_event(self, event: PartEvent) -> Iterator[bytes]:
         part, builder = event.part, self._builder
         if part.kind == TOOL:
             yield from self._call_events(event)
@@ -337,14 +341,14 @@ class ResponseStream:
         at = {"item_id": builder.item_id(part), "output_index": part.number}
         place = {**at, "content_index": 0}
         name = "response.output_text" if part.kind == TEXT else "response.reasoning_text"
-        logprobs = {"logprobs": [_logprob(token) for token in event.logprobs]} if part.kind == TEXT else {}
+        logprobs = {"logprobs": [_translate_logprob(token) for token in event.logprobs]} if part.kind == TEXT else {}
         if event.what == BEGIN:
             yield self._event("response.output_item.added", output_index=part.number, item=builder.item(part, ""))
             yield self._event("response.content_part.added", **place, part=builder.content(part, ""))
         elif event.what == PIECE and (event.text or event.logprobs):
             yield self._event(f"{name}.delta", **place, delta=event.text, **logprobs)
         elif event.what == END:
-            done = {"logprobs": [_logprob(token) for token in part.logprobs]} if part.kind == TEXT else {}
+            done = {"logprobs": [_translate_logprob(token) for token in part.logprobs]} if part.kind == TEXT else {}
             yield self._event(f"{name}.done", **place, text=part.text, **done)
             yield self._event("response.content_part.done", **place, part=builder.content(part, part.text))
             yield self._done(part)
@@ -395,7 +399,7 @@ class _Builder:
     def content(self, part: ContentPart, text: str) -> dict[str, Any]:
         if part.kind == REASONING:
             return {"type": "reasoning_text", "text": text}
-        logprobs = [_logprob(token) for token in part.logprobs] if text else []
+        logprobs = [_translate_logprob(token) for token in part.logprobs] if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def response(
@@ -434,7 +438,7 @@ class _Builder:
             "top_logprobs": fields.get("top_logprobs") or 0,
             "top_p": fields.get("top_p"),
             "truncation": fields.get("truncation") or "disabled",
-            "usage": _usage(reader.usage) if done and reader.usage is not None else None,
+            "usage": _make_usage(reader.usage) if done and reader.usage is not None else None,
             "user": fields.get("user"),
             "metadata": fields.get("metadata") or {},
         }
@@ -444,7 +448,7 @@ def _status(finish: str) -> str:
     return "incomplete" if finish in ("length", "content_filter") else "completed"
 
 
-def _usage(usage: ChatUsage) -> dict[str, Any]:
+def _make_usage(usage: ChatUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -454,7 +458,7 @@ def _usage(usage: ChatUsage) -> dict[str, Any]:
     }
 
 
-def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
     alternatives = token.get("top_logprobs")
     likeliest = (
         [alternative for alternative in alternatives if isinstance(alternative, dict)]

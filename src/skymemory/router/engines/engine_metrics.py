@@ -133,15 +133,15 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
     missing = []
     figures = []
     for names in (dialect.waiting, dialect.running, dialect.kv_usage):
-        values = _by_rank(_first(text, names))
+        values = _get_values_by_rank(_find_first_usable(text, names))
         if not values:
             missing.append(names[0])
         figures.append(values)
     waiting, running, usage = figures
-    blocks, block_tokens = _cache(text, dialect)
+    blocks, block_tokens = _read_cache_size(text, dialect)
     if blocks is None or block_tokens is None:
         missing.append(dialect.cache_info)
-    adapters, max_adapters = _adapters(text, dialect)
+    adapters, max_adapters = _read_adapters(text, dialect)
     report = ReportedLoad(
         at_s=at_s,
         waiting=round(sum(waiting)),
@@ -151,8 +151,8 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
         block_tokens=block_tokens,
         adapters=adapters,
         max_adapters=max_adapters,
-        prefills=_prefills(text, dialect),
-        tokens=sum(sample.value for name in dialect.tokens for sample in _first(text, (name,))),
+        prefills=_read_prefills(text, dialect),
+        tokens=sum(sample.value for name in dialect.tokens for sample in _find_first_usable(text, (name,))),
     )
     return EngineMetrics(report, dialect.name, tuple(missing))
 
@@ -168,7 +168,7 @@ def samples(text: bytes, name: str) -> list[Sample]:
         end = len(text) if end < 0 else end
         # A letter here would belong to a longer name.
         if end - at <= MAX_LINE_BYTES and text[at : at + 1] in (b"{", b" ", b"\t"):
-            sample = _sample(text[at:end])
+            sample = _read_sample(text[at:end])
             if sample is not None:
                 series.append(sample)
                 if len(series) > MAX_SERIES:
@@ -177,7 +177,7 @@ def samples(text: bytes, name: str) -> list[Sample]:
     return series
 
 
-def _sample(line: bytes) -> Sample | None:
+def _read_sample(line: bytes) -> Sample | None:
     match = _SAMPLE.fullmatch(line.lstrip(b" \t"))
     if match is None:
         return None
@@ -197,7 +197,7 @@ def _unescape(match: re.Match[str]) -> str:
     return {"n": "\n", "\\": "\\", '"': '"'}.get(match[1], match[0])
 
 
-def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
+def _find_first_usable(text: bytes, names: tuple[str, ...]) -> list[Sample]:
     for name in names:
         usable = [sample for sample in samples(text, name) if 0.0 <= sample.value <= _LARGEST]
         if usable:
@@ -205,7 +205,7 @@ def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
     return []
 
 
-def _by_rank(samples: list[Sample]) -> list[float]:
+def _get_values_by_rank(samples: list[Sample]) -> list[float]:
     """Return a value per engine (vLLM) or data-parallel rank (SGLang); tensor-parallel ranks agree."""
     values: dict[tuple[str, ...], float] = {}
     for sample in samples:
@@ -214,43 +214,45 @@ def _by_rank(samples: list[Sample]) -> list[float]:
     return list(values.values())
 
 
-def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
+def _read_cache_size(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
     """Return blocks and their size; None if sizes differ."""
     # Info metrics carry their values in labels, and have the value 1. SGLang has gauges since 0.5.11.
     by_rank: dict[tuple[str, str], tuple[int, int]] = {}
     for sample in samples(text, dialect.cache_info):
-        blocks = _count(sample.labels.get(dialect.blocks_label, ""))
-        tokens = _count(sample.labels.get(dialect.block_label, ""))
+        blocks = _read_count(sample.labels.get(dialect.blocks_label, ""))
+        tokens = _read_count(sample.labels.get(dialect.block_label, ""))
         if blocks is not None and tokens is not None:
             by_rank[sample.labels.get("engine", ""), sample.labels.get("dp_rank", "")] = (blocks, tokens)
     if by_rank:
         sizes = {tokens for _, tokens in by_rank.values()}
         return (sum(blocks for blocks, _ in by_rank.values()), sizes.pop()) if len(sizes) == 1 else (None, None)
     if dialect.block_gauge:
-        sizes = {round(value) for value in _by_rank(_first(text, (dialect.block_gauge,)))} - {0}
-        pages = round(sum(_by_rank(_first(text, (dialect.blocks_gauge,)))))
+        sizes = {round(value) for value in _get_values_by_rank(_find_first_usable(text, (dialect.block_gauge,)))} - {0}
+        pages = round(sum(_get_values_by_rank(_find_first_usable(text, (dialect.blocks_gauge,)))))
         if len(sizes) == 1 and pages:
             return pages, sizes.pop()
     return None, None
 
 
-def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
+def _read_prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
     if dialect.prefills is None:
         return None
-    sums = [sum(sample.value for sample in _first(text, (f"{name}_sum",))) for name in dialect.prefills]
-    counts = {sum(sample.value for sample in _first(text, (f"{name}_count",))) for name in dialect.prefills}
+    sums = [sum(sample.value for sample in _find_first_usable(text, (f"{name}_sum",))) for name in dialect.prefills]
+    counts = {
+        sum(sample.value for sample in _find_first_usable(text, (f"{name}_read_count",))) for name in dialect.prefills
+    }
     if len(counts) != 1 or not any(sums):
         return None
     tokens, computed, seconds = sums
     return PrefillTotals(counts.pop(), tokens, computed, seconds)
 
 
-def _count(word: str) -> int | None:
+def _read_count(word: str) -> int | None:
     """Parse a positive number: vLLM writes ``None`` until its cache exists."""
     return int(word) if word.isascii() and word.isdigit() and 0 < len(word) <= 12 and int(word) > 0 else None
 
 
-def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
+def _read_adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
     """Return the adapters in use, and how many the engine can hold. Of vLLM's series (values: timestamps) the newest
     counts; SGLang reports only the capacity.
     """
@@ -260,10 +262,10 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
             return frozenset(), None
         newest = max(states, key=lambda sample: sample.value).labels
         names = f"{newest.get('running_lora_adapters', '')},{newest.get('waiting_lora_adapters', '')}".split(",")
-        return frozenset([name.strip() for name in names if name.strip()][:MAX_ADAPTERS]), _count(
+        return frozenset([name.strip() for name in names if name.strip()][:MAX_ADAPTERS]), _read_count(
             newest.get("max_lora", "")
         )
-    slots = _by_rank(_first(text, (dialect.adapter_slots,)))
+    slots = _get_values_by_rank(_find_first_usable(text, (dialect.adapter_slots,)))
     return frozenset(), round(min(slots)) or None if slots else None
 
 

@@ -130,7 +130,7 @@ class Feed:
     def lost(self) -> None:
         """Give up a gap: forget the blocks, and go on after it."""
         if self.has_applied:
-            self._forget("messages were lost")
+            self._forget_blocks("messages were lost")
         self.order.skip()
         self._state = FeedState.PARTIAL
         self.go_on(0.0)
@@ -147,7 +147,7 @@ class Feed:
         """Forget the blocks, and continue with any message: messages may have been missed without a replay."""
         self._reading = None
         if self.has_applied:
-            self._forget("the connection was lost, and there is no replay of what was missed")
+            self._forget_blocks("the connection was lost, and there is no replay of what was missed")
         self.order.restart(None)
         self._state = FeedState.WAITING
 
@@ -164,11 +164,11 @@ class Feed:
                 if message is None:
                     return
                 self._reading = (message[0], pieces(message[1]))
-            self._read_on(*self._reading, until_s)
+            self._read_pieces(*self._reading, until_s)
             if time.perf_counter() >= until_s:
                 return
 
-    def _forget(self, why: str) -> None:
+    def _forget_blocks(self, why: str) -> None:
         self.counts.losses += 1
         self._reading = None
         self._index.follow(self.slot, self.model)
@@ -178,7 +178,7 @@ class Feed:
             self._warned_s = now_s
             _log.warning("events of %s: %s; its blocks are forgotten", self.server, why)
 
-    def _read_on(self, number: int, coming: Iterator[Piece], until_s: float) -> None:
+    def _read_pieces(self, number: int, coming: Iterator[Piece], until_s: float) -> None:
         counts, events, work, more = self.counts, list[Event](), 0, False
         try:
             for piece in coming:
@@ -201,18 +201,18 @@ class Feed:
             else:
                 self.broken(str(error))
             # A replay would return the same message.
-            self._forget("a message is too long" if isinstance(error, TooLong) else "a message cannot be read")
+            self._forget_blocks("a message is too long" if isinstance(error, TooLong) else "a message cannot be read")
             self._state = FeedState.PARTIAL
             return
         if not more:
             counts.batches += 1
             self._reading = None
         if events or not more:
-            self._apply(EventBatch(number, events), more)
+            self._apply_batch(EventBatch(number, events), more)
 
-    def _apply(self, batch: EventBatch, more: bool) -> None:
+    def _apply_batch(self, batch: EventBatch, more: bool) -> None:
         counts = self.counts
-        self._name_media(batch)
+        self._warn_of_unknown_media(batch)
         if not self._ready:
             self._index.resume_empty(self.slot, batch.sequence)
             self._ready = True
@@ -228,7 +228,7 @@ class Feed:
             self._index.follow(self.slot, self.model)
             self._ready = False
 
-    def _name_media(self, batch: EventBatch) -> None:
+    def _warn_of_unknown_media(self, batch: EventBatch) -> None:
         for event in batch.events:
             if isinstance(event, AllCleared) or medium_of(event.medium) != OTHER:
                 continue

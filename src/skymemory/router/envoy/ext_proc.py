@@ -74,7 +74,7 @@ class PickerService:
     """Missing tokens below which a decode server serves a prompt alone."""
 
     def __post_init__(self) -> None:
-        self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
+        self.backends.on_ejected, self.backends.on_removed = self._on_ejected, self._on_removed
         self.deferred = DeferredWork(lambda: self.counters.add("faults_total"))
 
     @property
@@ -91,10 +91,10 @@ class PickerService:
         if self.room is not None:
             self.room.close()
 
-    def _ejected(self, server: str) -> None:
+    def _on_ejected(self, server: str) -> None:
         self.counters.add("ejections_total", label=server)
 
-    def _removed(self, server: str) -> None:
+    def _on_removed(self, server: str) -> None:
         for name in COUNTED_BY_SERVER:
             self.counters.forget(name, server)
 
@@ -104,8 +104,8 @@ class PickerService:
         Raises:
             ApiError: no engine could read it, or its path is refused.
         """
-        known = _prompt_path(headers)
-        if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _path(headers)):
+        known = _get_prompt_path(headers)
+        if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _get_path(headers)):
             raise paths.unknown(path)
         return WITHOUT_PROMPT if known is None else self.reader.read(known, headers, body)
 
@@ -116,12 +116,12 @@ class PickerService:
             ApiError: it cannot be decompressed, or is too long then.
         """
         coding = headers.get("content-encoding")
-        if not coding or _prompt_path(headers) is None:
+        if not coding or _get_prompt_path(headers) is None:
             return body
         return unpacked(body, coding.encode("latin-1", "replace"), self.most_body_bytes)
 
     def splits(self, headers: Mapping[str, str], body: bytes) -> bool:
-        if self.alone is None or (path := _prompt_path(headers)) is None:
+        if self.alone is None or (path := _get_prompt_path(headers)) is None:
             return False
         fields = fields_of(body)
         return fields is not None and not why_whole(path, fields)
@@ -173,7 +173,7 @@ class PickerService:
                 among = alone_servers if among is None else [name for name in among if name in alone_servers]
                 why_alone = "no-prefill-server" if splits else "whole"
         if scheduler is self.scheduler:
-            among = self._with_room(among, now_s)
+            among = self._get_servers_with_room(among, now_s)
         try:
             placement = scheduler.place(request, now_s, among, decode_among)
         except NoServer as error:
@@ -202,12 +202,12 @@ class PickerService:
         if serving is not None:
             among = serving if among is None else among & serving
         try:
-            self._with_room(among, now_s)
+            self._get_servers_with_room(among, now_s)
         except ApiError:
             return False
         return True
 
-    def _with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
+    def _get_servers_with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
         most = self.settings.max_requests
         if not most:
             return among
@@ -221,13 +221,13 @@ class PickerService:
         return roomy if len(roomy) < len(able) else among
 
 
-def _path(headers: Mapping[str, str]) -> str:
+def _get_path(headers: Mapping[str, str]) -> str:
     return headers.get(":path", "").partition("?")[0]
 
 
-def _prompt_path(headers: Mapping[str, str]) -> str | None:
+def _get_prompt_path(headers: Mapping[str, str]) -> str | None:
     # A gateway may strip the prefix of a path after it has asked, so the end of the path decides.
-    path = _path(headers)
+    path = _get_path(headers)
     prompt_path = next((prompt_path for prompt_path in PROMPT_PATHS if path.endswith(prompt_path)), None)
     return prompt_path if headers.get(":method") == "POST" else None
 
@@ -238,8 +238,8 @@ class ExtProcExchange:
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
         """Create it. ``later`` sends the answers of a queued request."""
         self._service = service
-        self._later = later
-        self._turned_away = service.streams >= service.settings.max_streams
+        self._send_later = later
+        self._is_refused_at_once = service.streams >= service.settings.max_streams
         service.streams += 1
         self._request_mode = self._response_mode = say.FULL_DUPLEX
         self._headers: dict[str, str] = {}
@@ -247,14 +247,14 @@ class ExtProcExchange:
         self._body: list[bytes] = []
         """Pieces as received: a growing buffer would be copied and fragment the heap."""
         self._body_bytes = 0
-        self._whole: bytes | None = None
+        self._joined_body: bytes | None = None
         """Body joined in a thread: 16 MB would block for some ms."""
-        self._plain: bytes | None = None
+        self._plain_body: bytes | None = None
         self._has_body = False
-        self._answered = False
-        self._read: Request | ApiError | None = None
-        self._waiting: tuple[Request, bytes, bool, bool] | None = None
-        self._entry: QueueEntry | None = None
+        self._has_answered = False
+        self._read_request: Request | ApiError | None = None
+        self._queued_request: tuple[Request, bytes, bool, bool] | None = None
+        self._queue_entry: QueueEntry | None = None
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
         self._attempts = Attempts("")
@@ -264,18 +264,18 @@ class ExtProcExchange:
         service, last = self._service, message.request_body
         size = self._body_bytes + len(last.body)
         ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
-        if not ends or self._answered or size > service.most_body_bytes:
+        if not ends or self._has_answered or size > service.most_body_bytes:
             return False
         if size and self._is_packed:
-            return _prompt_path(self._headers) is not None
+            return _get_prompt_path(self._headers) is not None
         return service.thread_bytes is not None and service.thread_bytes <= size
 
     def read_whole(self, message: ProcessingRequest) -> Request | ApiError:
         """Read the request that ``message`` completes, in a thread. Errors are returned."""
-        self._whole = b"".join((*self._body, message.request_body.body))
+        self._joined_body = b"".join((*self._body, message.request_body.body))
         try:
-            self._plain = self._service.unpacked(self._headers, self._whole)
-            return self._service.read(self._headers, self._plain)
+            self._plain_body = self._service.unpacked(self._headers, self._joined_body)
+            return self._service.read(self._headers, self._plain_body)
         except ApiError as error:
             return error
 
@@ -292,7 +292,7 @@ class ExtProcExchange:
         """Process a message; return the messages to send, for a long body encoded on demand. ``read``: result of
         ``read_whole``.
         """
-        self._read = read
+        self._read_request = read
         if message.HasField("protocol_config"):
             # Only the first message of a stream has it, and not from all data planes; the others use full duplex.
             self._request_mode = message.protocol_config.request_body_mode
@@ -301,19 +301,19 @@ class ExtProcExchange:
             return ()
         match message.WhichOneof("request"):
             case "request_headers":
-                return self._request_headers(message, message.request_headers, now_s)
+                return self._on_request_headers(message, message.request_headers, now_s)
             case "request_body":
-                return self._request_body(message.request_body, now_s)
+                return self._on_request_body(message.request_body, now_s)
             case "request_trailers":
-                if self._answered:
+                if self._has_answered:
                     return (say.REQUEST_TRAILERS,)
-                return self._choose(now_s, trailers=True)
+                return self._read_and_route(now_s, trailers=True)
             case "response_headers":
-                return self._response_headers(message, message.response_headers, now_s)
+                return self._on_response_headers(message, message.response_headers, now_s)
             case "response_body":
-                return self._response_body(message.response_body, now_s)
+                return self._on_response_body(message.response_body, now_s)
             case "response_trailers":
-                self._response_ends(now_s)
+                self._on_response_end(now_s)
                 return (say.RESPONSE_TRAILERS,)
         return ()
 
@@ -322,15 +322,15 @@ class ExtProcExchange:
 
     def too_much(self) -> Iterable[bytes]:
         """Refuse the request: the memory for bodies is full."""
-        if self._answered:
+        if self._has_answered:
             return ()
-        return self._refuse(self._busy(503, "the picker's memory for request bodies is full; try again"))
+        return self._refuse(self._get_busy_error(503, "the picker's memory for request bodies is full; try again"))
 
     def closed(self, now_s: float) -> None:
         self._service.streams -= 1
-        if self._waiting is not None and self._entry is not None and self._service.room is not None:
-            self._waiting = None
-            self._service.room.leave(self._entry)
+        if self._queued_request is not None and self._queue_entry is not None and self._service.room is not None:
+            self._queued_request = None
+            self._service.room.leave(self._queue_entry)
         if self._account is not None:
             if self._account.waits:
                 self._service.counters.add("requests_abandoned_total")
@@ -341,34 +341,34 @@ class ExtProcExchange:
     # The queue
 
     def called(self, now_s: float) -> None:
-        waited, self._waiting = self._waiting, None
+        waited, self._queued_request = self._queued_request, None
         if waited is not None:
-            self._later(self._route(*waited, now_s))
+            self._send_later(self._choose_server(*waited, now_s))
 
     def turned_away(self, refusal: Refusal) -> None:
-        self._waiting = None
-        self._later(self._refuse(Overloaded(refusal)))
+        self._queued_request = None
+        self._send_later(self._refuse(Overloaded(refusal)))
 
     # The request
 
-    def _request_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
-        if self._headers or self._answered:
+    def _on_request_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
+        if self._headers or self._has_answered:
             return ()  # a stream is a single request: no protocol sends further headers
         self._began_s = now_s
         self._headers = say.headers_of(headers)
         self._subset = say.subset_of(message)
         self._service.counters.add("requests_total")
-        if self._turned_away:
+        if self._is_refused_at_once:
             most = self._service.settings.max_streams
-            return self._refuse(self._busy(429, f"{most} requests are in flight; try again"))
+            return self._refuse(self._get_busy_error(429, f"{most} requests are in flight; try again"))
         if headers.end_of_stream:
-            return self._choose(now_s)
+            return self._read_and_route(now_s)
         if self._request_mode not in (say.FULL_DUPLEX, say.BUFFERED):
-            return self._choose(now_s, blind=True)
+            return self._read_and_route(now_s, blind=True)
         return () if self._request_mode == say.FULL_DUPLEX else (say.request_headers(),)
 
-    def _request_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
-        if self._answered:
+    def _on_request_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
+        if self._has_answered:
             # Some versions of Envoy send the last piece of a large body twice (envoy#46237). In all modes but full
             # duplex Envoy waits for an answer to each piece.
             return () if self._request_mode == say.FULL_DUPLEX else (say.request_body(),)
@@ -380,21 +380,23 @@ class ExtProcExchange:
         if piece:
             self._body.append(piece)
             self._body_bytes += len(piece)
-        return self._choose(now_s) if body.end_of_stream or self._request_mode == say.BUFFERED else ()
+        return self._read_and_route(now_s) if body.end_of_stream or self._request_mode == say.BUFFERED else ()
 
-    def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
+    def _read_and_route(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
         """Read the request, then route or queue it. ``blind``: Envoy sends the body only after this is answered."""
-        if self._read is not None and self._whole is not None:
-            body, plain_body = self._whole, self._plain
+        if self._read_request is not None and self._joined_body is not None:
+            body, plain_body = self._joined_body, self._plain_body
         else:
             body, plain_body = self._body[0] if len(self._body) == 1 else b"".join(self._body), None
         self._forget_body()
         try:
-            if isinstance(self._read, ApiError):
-                raise self._read
+            if isinstance(self._read_request, ApiError):
+                raise self._read_request
             if plain_body is None and not blind:
                 plain_body = self._service.unpacked(self._headers, body)
-            request = WITHOUT_PROMPT if blind else self._read or self._service.read(self._headers, plain_body or b"")
+            request = (
+                WITHOUT_PROMPT if blind else self._read_request or self._service.read(self._headers, plain_body or b"")
+            )
             splits = not blind and self._service.splits(self._headers, plain_body or b"")
             if self._response_mode == say.NONE:
                 # Only the response's headers are reported, and streamed responses send them before the prefill.
@@ -403,22 +405,24 @@ class ExtProcExchange:
             return self._refuse(error)
         room = self._service.must_wait(request, self._subset, now_s)
         if room is None:
-            return self._route(request, body, splits, trailers, now_s)
-        self._waiting = request, body, splits, trailers
+            return self._choose_server(request, body, splits, trailers, now_s)
+        self._queued_request = request, body, splits, trailers
         entry = room.wait(self, request, len(body), self._subset)
         if isinstance(entry, Refusal):
-            self._waiting = None
+            self._queued_request = None
             return self._refuse(Overloaded(entry))
-        self._entry = entry
+        self._queue_entry = entry
         return ()
 
-    def _route(self, request: Request, body: bytes, splits: bool, trailers: bool, now_s: float) -> Iterable[bytes]:
+    def _choose_server(
+        self, request: Request, body: bytes, splits: bool, trailers: bool, now_s: float
+    ) -> Iterable[bytes]:
         try:
-            client = self._attempts.client = _client(request, self._headers)
+            client = self._attempts.client = _get_client(request, self._headers)
             placement = self._service.choose(request, self._subset, now_s, splits, client)
         except ApiError as error:
             return self._refuse(error)
-        self._answered = True
+        self._has_answered = True
         account = self._account = self._service.book(placement, now_s)
         self._on_sent(account, now_s)
         counters, prefiller = self._service.counters, None if self._service.alone is None else ""
@@ -428,7 +432,7 @@ class ExtProcExchange:
         counters.add("picks_total", label=account.decision.server)
         counters.add("prompt_tokens_total", request.prompt.tokens)
         counters.add("matched_tokens_total", placement.prefill.matched_tokens)
-        return self._go_on(body, self._service.endpoints(account.decision), prefiller, trailers)
+        return self._answer_with_endpoints(body, self._service.endpoints(account.decision), prefiller, trailers)
 
     def _on_sent(self, account: RequestAccount, now_s: float) -> None:
         decision = account.decision
@@ -438,7 +442,9 @@ class ExtProcExchange:
         estimate_s = decision.estimated_ttft_s or 0.0
         self._service.backends.policy.on_sent(self._attempts, decision.server, now_s, estimate_s, kind)
 
-    def _go_on(self, body: bytes, endpoints: str, prefiller: str | None, trailers: bool) -> Iterable[bytes]:
+    def _answer_with_endpoints(
+        self, body: bytes, endpoints: str, prefiller: str | None, trailers: bool
+    ) -> Iterable[bytes]:
         if self._has_body and self._request_mode == say.BUFFERED:
             return (say.request_body(endpoints, prefiller),)
         pieces = say.streamed_request(body, end=not trailers) if self._has_body else ()
@@ -446,37 +452,37 @@ class ExtProcExchange:
         answers = chain((headers,), pieces, (say.REQUEST_TRAILERS,) if trailers else ())
         return answers if len(body) > say.PIECE_BYTES else tuple(answers)
 
-    def _busy(self, status: int, message: str) -> ApiError:
+    def _get_busy_error(self, status: int, message: str) -> ApiError:
         return ApiError(status, message, retry_after_s=RETRY_AFTER_S)
 
     def _refuse(self, error: ApiError) -> Iterable[bytes]:
-        self._answered = True
+        self._has_answered = True
         self._forget_body()
         self._service.counters.add("requests_refused_total", label=str(error.status))
-        body = error_body(_path(self._headers), error)
+        body = error_body(_get_path(self._headers), error)
         return (say.immediate(error.status, body, error.retry_after_s),)
 
     def _forget_body(self) -> None:
         self._body.clear()
-        self._body_bytes, self._whole, self._plain = 0, None, None
+        self._body_bytes, self._joined_body, self._plain_body = 0, None, None
 
     # The response
 
-    def _response_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
+    def _on_response_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
         values = say.some_headers(headers, RESPONSE_HEADERS)
         added = {}
         if self._account is not None:
-            self._response_begins(self._account, values, message, now_s)
+            self._on_response_begin(self._account, values, message, now_s)
             if self._service.settings.tell_decisions and DECISION_HEADER in self._headers:
                 added[DECISION_HEADER] = json.dumps(self._account.as_json())
         self._usage = UsageReader(
             values.get("content-type", "").encode("latin-1"), values.get("content-encoding", "").encode("latin-1")
         )
         if headers.end_of_stream:
-            self._response_ends(now_s)
+            self._on_response_end(now_s)
         return (say.response_headers(added),)
 
-    def _response_begins(
+    def _on_response_begin(
         self, account: RequestAccount, headers: Mapping[str, str], message: ProcessingRequest, now_s: float
     ) -> None:
         backends, status = self._service.backends, headers.get(":status", "")
@@ -488,7 +494,7 @@ class ExtProcExchange:
             backends.on_fault(self._attempts, chosen, Fault.RESET, now_s)
             self._on_sent(account, now_s)
         # If Envoy made the response, the server named is the last that it tried, which did not answer.
-        fault, wait_s = self._fault_of(headers, by_envoy, message), 0.0
+        fault, wait_s = self._get_fault(headers, by_envoy, message), 0.0
         if fault is not None:
             wait_s = retry_after_s(headers.get("retry-after", "").encode("latin-1")) or 0.0
             backends.on_fault(self._attempts, served or chosen, fault, now_s, wait_s)
@@ -504,7 +510,7 @@ class ExtProcExchange:
             account.first_byte(now_s)
             self._service.poll_waiting_room()
 
-    def _response_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
+    def _on_response_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
         if self._usage is not None and body.body:
             self._usage.add(body.body)
             # A response that is not streamed arrives after decoding, and reports at its end what was cached.
@@ -514,17 +520,17 @@ class ExtProcExchange:
                 self._account.first_byte(now_s)
                 self._service.poll_waiting_room()
         if body.end_of_stream:
-            self._response_ends(now_s)
+            self._on_response_end(now_s)
         if self._response_mode != say.FULL_DUPLEX:
             return (say.RESPONSE_BODY,)
         pieces = say.streamed_response(body.body, body.end_of_stream)
         return pieces if len(body.body) > say.PIECE_BYTES else tuple(pieces)
 
-    def _response_ends(self, now_s: float) -> None:
+    def _on_response_end(self, now_s: float) -> None:
         reader, account, self._usage = self._usage, self._account, None
         if reader is None or account is None:
             return
-        if _path(self._headers).endswith(COUNT_TOKENS):
+        if _get_path(self._headers).endswith(COUNT_TOKENS):
             account.close(now_s)  # it reports nothing about the cache
             self._service.poll_waiting_room()
             return
@@ -536,20 +542,20 @@ class ExtProcExchange:
             met = outcome == "kept"
         account.on_request_end(now_s, usage, met)
         if usage is not None:
-            if self._entry is not None and (work := usage.work) is not None:
-                self._service.queue.corrected(self._entry, work)
+            if self._queue_entry is not None and (work := usage.work) is not None:
+                self._service.queue.corrected(self._queue_entry, work)
             if usage.cached_tokens is not None:
                 self._service.counters.add("cached_tokens_total", usage.cached_tokens)
                 self._service.counters.add("told_prompt_tokens_total", usage.prompt_tokens)
         self._service.poll_waiting_room()
 
     @staticmethod
-    def _fault_of(headers: Mapping[str, str], by_envoy: bool | None, message: ProcessingRequest) -> Fault | None:
+    def _get_fault(headers: Mapping[str, str], by_envoy: bool | None, message: ProcessingRequest) -> Fault | None:
         if by_envoy:
             return Fault.UNCONNECTED if say.is_unconnected(message) else Fault.RESET
         status = headers.get(":status", "")
         return fault_of(int(status), "retry-after" in headers) if status.isascii() and status.isdigit() else None
 
 
-def _client(request: Request, headers: Mapping[str, str]) -> str:
+def _get_client(request: Request, headers: Mapping[str, str]) -> str:
     return request.tenant or headers.get("x-forwarded-for", "").rpartition(",")[2].strip()

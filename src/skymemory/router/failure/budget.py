@@ -12,6 +12,8 @@ FIRST_S, MOST_S = 0.025, 0.25
 
 
 class Sends:
+    """Count of a request's sends, and its limit."""
+
     __slots__ = ("count", "most")
 
     def __init__(self, most: int) -> None:
@@ -46,32 +48,33 @@ class RetryBudget:
         self._seconds: deque[list[int]] = deque()
         """Per second: number, requests begun before, retries."""
         self._next_s = -math.inf
-        self._begun = self._ended = self._retries = 0
+        self._requests_begun = self._requests_ended = self._retries = 0
 
     def on_request(self, now_s: float) -> None:
         if now_s >= self._next_s:
-            self._second(now_s)
-        self._begun += 1
+            self._get_second(now_s)
+        self._requests_begun += 1
 
     def on_request_end(self) -> None:
-        self._ended += 1
+        self._requests_ended += 1
 
     def take(self, now_s: float, *, is_free: bool = False) -> bool:
         """Count a retry, if allowed."""
-        second = self._second(now_s)
-        requests = self._begun - min(self._seconds[0][1], self._ended)  # begun in the window, or in flight
+        second = self._get_second(now_s)
+        # Requests begun in the window, or in flight.
+        requests = self._requests_begun - min(self._seconds[0][1], self._requests_ended)
         if not is_free and self._retries + 1 > max(self.floor, self.share * requests + 1e-9):
             return False
         self._retries += 1
         second[2] += 1
         return True
 
-    def _second(self, now_s: float) -> list[int]:
+    def _get_second(self, now_s: float) -> list[int]:
         number, seconds = int(now_s), self._seconds
         if seconds and seconds[-1][0] >= number:
             return seconds[-1]
         while seconds and seconds[0][0] <= number - WINDOW_S:
             self._retries -= seconds.popleft()[2]
-        seconds.append([number, self._begun, 0])
+        seconds.append([number, self._requests_begun, 0])
         self._next_s = number + 1.0
         return seconds[-1]

@@ -23,11 +23,13 @@ EJECTING_SILENT = 2
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """Failed attempt of a client's request at a server. ``fault``: its kind."""
+
     client: str
     fault: Fault
     at_s: float
     wait_s: float = 0.0
-    """As the server asked by ``Retry-After``."""
+    """Rest that the server asked for by ``Retry-After``."""
     is_proven: bool = False
     """Another server answered the request."""
     is_lost: bool = False
@@ -50,11 +52,14 @@ NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
 
 
 class Attempts:
+    """Attempts of a request, and their failures by server."""
+
     # Class attributes as defaults: hardly any request fails.
     heard_s: float = float("-inf")
     """Time of the answer's last piece."""
     failed: Mapping[str, Failure] = NO_FAILURES
     retries: Mapping[Fault, int] = NO_RETRIES
+    """Number of retries after each kind of fault."""
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -90,6 +95,7 @@ class Evidence:
     def __init__(self) -> None:
         self.failures: dict[Attempts, Failure] = {}
         self.last_s = self.cleared_s = float("-inf")
+        """Times of the last failure and of ``clear``."""
 
     def __bool__(self) -> bool:
         return bool(self.failures)

@@ -55,13 +55,15 @@ NONE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class FailureLimits:
+    """Failed and good checks in a row that eject and return a server; share of a fleet that may be ejected."""
+
     failures: int = 3
     successes: int = 2
     max_ejected: float = 0.5
 
 
 class ServerDecision(NamedTuple):
-    """``kind``: "eject", "return", "use", "leave" (no requests), "check" (now) or "move"."""
+    """``kind``: "eject", "return", "use", "leave" (no requests), "check" (now) or "move" (``attempts`` elsewhere)."""
 
     kind: str
     server: str
@@ -69,37 +71,39 @@ class ServerDecision(NamedTuple):
     attempts: tuple[Attempts, ...] = ()
 
 
-class _Record:
+class _ServerRecord:
+    """State of a server; a time of -inf: never."""
+
     __slots__ = (
-        "alive_s",
+        "answered_s",
         "answers",
-        "asked_s",
-        "checked_s",
+        "check_requested_s",
         "evidence",
         "failed_checks",
-        "flowing_s",
+        "gets_requests",
+        "good_check_s",
         "good_checks",
         "group",
+        "has_lost_cache",
         "has_metrics",
-        "is_bad",
         "is_check_due",
         "is_ejected",
-        "is_gone",
         "is_last_resort",
         "is_new",
         "is_quiet",
         "is_refusing",
+        "is_unhealthy",
         "is_unreachable",
-        "is_used",
+        "metrics_progress_s",
         "name",
         "probe",
         "refused_until_s",
         "slow_until_s",
         "slowness",
+        "stream_completed_s",
         "streams",
         "unanswered",
         "why",
-        "working_s",
     )
 
     def __init__(self, name: str, group: object) -> None:
@@ -109,26 +113,30 @@ class _Record:
         """Oldest first."""
         self.streams: dict[Attempts, tuple[float, float]] = {}
         """Times of sending and of the first byte."""
-        self.flowing_s = -math.inf
-        self.alive_s = self.checked_s = -math.inf
-        """Last answer; start of the last good check."""
-        self.has_metrics, self.working_s = False, -math.inf
+        self.stream_completed_s = -math.inf
+        self.answered_s = self.good_check_s = -math.inf
+        """Times of the last answer and of the start of the last good check."""
+        self.has_metrics, self.metrics_progress_s = False, -math.inf
         """True if metrics are read; time of their last progress."""
         self.is_new = self.is_last_resort = True
+        """No answer since it was added or recovered; it may be tried if all servers refuse."""
         self.is_quiet = False
+        """True if answers are overdue."""
         self.probe: Attempts | None = None
-        self.refused_until_s = self.slow_until_s = self.asked_s = -math.inf
+        """The single request that is sent to it after failures."""
+        self.refused_until_s = self.slow_until_s = self.check_requested_s = -math.inf
         self.answers, self.slowness = 0, 0.0
         """Since the last comparison: answers; sum of waits over expected waits."""
         self.is_check_due = False
         self.failed_checks = self.good_checks = 0
-        self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
-        """By checks: unhealthy; refused a connection since; not connected or refused at the last check. By all:
-        ejected.
+        self.is_unhealthy = self.has_lost_cache = self.is_unreachable = self.is_refusing = self.is_ejected = False
+        """By checks: unhealthy; refused a connection since then; not connected, or refused, at the last check. By
+        checks or requests: ejected.
         """
-        self.is_used = True
+        self.gets_requests = True
         """False while it gets no requests at all."""
         self.why = ""
+        """Reason of the last ejection or failed check."""
 
 
 class FailurePolicy:
@@ -138,14 +146,16 @@ class FailurePolicy:
         """Create a policy. Without ``are_checked``, rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
-        self._records: dict[str, _Record] = {}
-        self.doubted: dict[str, _Record] = {}
-        self._waits = tuple(UsualWait() for _ in KINDS)
-        self._gaps = UsualWait()
-        self._usual_s = [LEAST_USUAL_S for _ in KINDS]
-        self._slow_s = 0.0
-        self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
-        self.sweep_s = 0.0
+        self._records: dict[str, _ServerRecord] = {}
+        self.doubted: dict[str, _ServerRecord] = {}
+        """Servers that may have to be avoided."""
+        self._answer_waits = tuple(UsualWait() for _ in KINDS)
+        self._stream_gaps = UsualWait()
+        self._usual_wait_s = [LEAST_USUAL_S for _ in KINDS]
+        self._next_comparison_s = 0.0
+        self._last_client, self._last_client_s, self._other_client_s = "", -math.inf, -math.inf
+        """Client of the last request; times of its last request and of any other client's."""
+        self.next_sweep_s = 0.0
         self.decisions: list[ServerDecision] = []
 
     # -- membership
@@ -159,7 +169,7 @@ class FailurePolicy:
         """
         record = self._records.get(name)
         if record is None:
-            record = self._records[name] = _Record(name, group)
+            record = self._records[name] = _ServerRecord(name, group)
         record.group, record.is_last_resort = group, is_last_resort
 
     def remove(self, name: str) -> None:
@@ -177,9 +187,9 @@ class FailurePolicy:
     # -- from requests
 
     def on_request(self, client: str, now_s: float) -> None:
-        if client != self._client:
-            self._other_s, self._client = self._client_s, client
-        self._client_s = now_s
+        if client != self._last_client:
+            self._other_client_s, self._last_client = self._last_client_s, client
+        self._last_client_s = now_s
 
     def on_sent(self, attempts: Attempts, server: str, now_s: float, estimate_s: float, kind: int) -> None:
         record = self._records.get(server)
@@ -204,13 +214,13 @@ class FailurePolicy:
         if record is None:
             return
         sent = record.unanswered.pop(attempts, None)
-        record.alive_s, record.is_new, record.is_quiet = now_s, False, False
+        record.answered_s, record.is_new, record.is_quiet = now_s, False, False
         sent_s = now_s
         if sent is not None:
             sent_s, estimate_s, kind = sent
             if is_good:
-                wait_s, usual_s = now_s - sent_s, self._usual_s[kind]
-                self._waits[kind].add(wait_s)
+                wait_s, usual_s = now_s - sent_s, self._usual_wait_s[kind]
+                self._answer_waits[kind].add(wait_s)
                 record.answers += 1
                 record.slowness += wait_s / (estimate_s if estimate_s > usual_s else usual_s)
         is_doubted = server in self.doubted
@@ -218,31 +228,33 @@ class FailurePolicy:
             record.evidence.take_back(attempts)  # late, but answered
             attempts.remove_failure(server)
             record.refused_until_s = -math.inf
-            self._review(record, now_s)
+            self._update_ejection(record, now_s)
         if not is_whole:
             attempts.heard_s = now_s
             record.streams[attempts] = sent_s, now_s
         elif is_doubted or attempts.failed:
-            self._end_well(record, attempts, sent_s, now_s, is_good)
+            self._on_answer_end(record, attempts, sent_s, now_s, is_good)
 
     def on_complete(self, attempts: Attempts, server: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
         record = self._records.get(server)
         if record is None or (times := record.streams.pop(attempts, None)) is None:
             return
-        record.flowing_s = now_s
+        record.stream_completed_s = now_s
         if pieces > 1:
-            self._gaps.add((now_s - times[1]) / (pieces - 1))
-        self._end_well(record, attempts, times[0], now_s, is_good)
+            self._stream_gaps.add((now_s - times[1]) / (pieces - 1))
+        self._on_answer_end(record, attempts, times[0], now_s, is_good)
 
-    def _end_well(self, record: _Record, attempts: Attempts, sent_s: float, now_s: float, is_good: bool) -> None:
+    def _on_answer_end(
+        self, record: _ServerRecord, attempts: Attempts, sent_s: float, now_s: float, is_good: bool
+    ) -> None:
         if record.name in self.doubted:
             if record.probe is attempts:
                 record.probe = None
             if sent_s >= record.evidence.last_s:
                 record.evidence.clear(now_s)
-            self._review(record, now_s)
+            self._update_ejection(record, now_s)
         if attempts.failed and is_good:
-            self._prove(attempts, now_s)
+            self._mark_failures_proven(attempts, now_s)
 
     def on_metrics(self, server: str, now_s: float, is_working: bool) -> None:
         """Record metrics. ``is_working``: they changed, so unanswered requests are long, not lost."""
@@ -252,7 +264,7 @@ class FailurePolicy:
         record.has_metrics = True
         if not is_working:
             return
-        record.working_s, record.is_quiet = max(record.working_s, now_s), False
+        record.metrics_progress_s, record.is_quiet = max(record.metrics_progress_s, now_s), False
         silent = [
             attempts for attempts in (*record.unanswered, *record.streams) if attempts in record.evidence.failures
         ]
@@ -260,13 +272,13 @@ class FailurePolicy:
             record.evidence.take_back(attempts)
             attempts.remove_failure(server)
         if silent:
-            self._review(record, now_s)
+            self._update_ejection(record, now_s)
 
     def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
         record = self._records.get(server)
         if record is None:
             return
-        self._forget(record, attempts)
+        self._remove_attempt(record, attempts)
         failure = Failure(attempts.client, fault, now_s, wait_s)
         rule = RULES[fault]
         if not rule.is_of_pair:
@@ -275,49 +287,50 @@ class FailurePolicy:
             attempts.add_failure(server, failure)
             record.evidence.add(attempts, failure)
             if failure.accuses and attempts.is_suspect:
-                self._take_back(attempts, now_s)
+                self._withdraw_failures(attempts, now_s)
         if not rule.is_back_pressure:
-            self._ask(record, now_s)
-        self._review(record, now_s)
+            self._request_check(record, now_s)
+        self._update_ejection(record, now_s)
 
     def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
         """Record that the client left before the answer: a fault only if the server was silent, others were not."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             if record is not None:
-                self._forget(record, attempts)
+                self._remove_attempt(record, attempts)
             return
-        since_s = max(sent.sent_s, record.alive_s, record.working_s)
-        if now_s - since_s > self._silent_after_s(sent, record) and self._others_live(record, since_s, now_s):
+        since_s = max(sent.sent_s, record.answered_s, record.metrics_progress_s)
+        if now_s - since_s > self._silent_after_s(sent, record) and self._is_another_alive(record, since_s, now_s):
             self.on_fault(attempts, server, Fault.SILENT, now_s)
         else:
-            self._forget(record, attempts)
+            self._remove_attempt(record, attempts)
 
     def on_end(self, attempts: Attempts, now_s: float) -> None:
         for name, failure in attempts.failed.items():
             record = self._records.get(name)
             if record is not None and attempts in record.evidence.failures and not failure.is_final:
                 record.evidence.failures[attempts] = replace(record.evidence.failures[attempts], is_final=True)
-                self._review(record, now_s)
+                self._update_ejection(record, now_s)
 
-    def _forget(self, record: _Record, attempts: Attempts) -> None:
+    def _remove_attempt(self, record: _ServerRecord, attempts: Attempts) -> None:
         record.unanswered.pop(attempts, None)
         record.streams.pop(attempts, None)
         if record.probe is attempts:
             record.probe = None
 
-    def _take_back(self, attempts: Attempts, now_s: float) -> None:
+    def _withdraw_failures(self, attempts: Attempts, now_s: float) -> None:
+        """Blame no server for a request that failed at several."""
         for name in attempts.accused:
             if (record := self._records.get(name)) is not None:
                 record.evidence.take_back(attempts)
-                self._review(record, now_s)
+                self._update_ejection(record, now_s)
 
-    def _prove(self, attempts: Attempts, now_s: float) -> None:
+    def _mark_failures_proven(self, attempts: Attempts, now_s: float) -> None:
         for name in attempts.accused:
             record, failure = self._records.get(name), attempts.failed[name]
             if record is not None and failure.at_s > record.evidence.cleared_s:
                 record.evidence.add(attempts, replace(failure, is_proven=True))
-                self._review(record, now_s)
+                self._update_ejection(record, now_s)
 
     # -- from checks
 
@@ -335,12 +348,12 @@ class FailurePolicy:
         if record is None:
             return
         if not why:
-            record.failed_checks, record.checked_s = 0, began_s
+            record.failed_checks, record.good_check_s = 0, began_s
             record.is_unreachable = record.is_refusing = False
             record.good_checks += 1
             record.evidence.acquit(began_s)
-            if record.is_bad and record.good_checks >= self.limits.successes:
-                record.is_bad, record.is_new = False, True
+            if record.is_unhealthy and record.good_checks >= self.limits.successes:
+                record.is_unhealthy, record.is_new = False, True
                 record.refused_until_s = -math.inf
                 record.evidence.clear(now_s)
         else:
@@ -351,62 +364,65 @@ class FailurePolicy:
             if is_refused and record.failed_checks > 1:
                 requests_agree = True
             if record.failed_checks >= self.limits.failures or requests_agree:
-                record.is_bad = True
-                record.is_gone = record.is_gone or is_refused
-        self._review(record, now_s)
+                record.is_unhealthy = True
+                record.has_lost_cache = record.has_lost_cache or is_refused
+        self._update_ejection(record, now_s)
 
     # -- decisions
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
         """Return the servers to avoid if others remain; ``is_retry``: doubtful servers, too."""
-        if now_s >= self.sweep_s:
+        if now_s >= self.next_sweep_s:
             self.sweep(now_s)
         if not self.doubted:
             return NONE
-        clients = self._clients(now_s)
-        if not is_retry and (probed := self._to_probe(client, clients, now_s)) is not None:
-            return {record.name for record in self._of(probed.group) if record is not probed}
-        resting: dict[str, _Record] = {}
-        refused, mild = set(), set()
+        clients = self._count_active_clients(now_s)
+        if not is_retry and (probed := self._get_server_to_probe(client, clients, now_s)) is not None:
+            return {record.name for record in self._get_records(probed.group) if record is not probed}
+        resting: dict[str, _ServerRecord] = {}
+        refused, doubtful = set(), set()
         for name, record in self.doubted.items():
             if record.refused_until_s > now_s:
                 refused.add(name)
-            elif record.is_ejected and not record.is_used:
+            elif record.is_ejected and not record.gets_requests:
                 continue
             elif record.evidence and (
                 record.probe is not None or record.is_ejected or now_s < record.evidence.rests_until_s(client, clients)
             ):
                 resting[name] = record
             elif self._is_doubtful(record, now_s):
-                mild.add(name)
+                doubtful.add(name)
             elif record.is_ejected or (is_retry and record.evidence):
                 resting[name] = record
         if resting and not is_retry:
             for group in {record.group for record in resting.values()}:
                 names = [name for name, record in resting.items() if record.group == group]
-                out = sum(record.is_ejected and record.name not in resting for record in self._of(group))
-                if len(names) + out > self._most_out(group):
+                out = sum(record.is_ejected and record.name not in resting for record in self._get_records(group))
+                if len(names) + out > self._get_max_ejected(group):
                     for name in names:
                         del resting[name]
         avoided = refused.union(resting)
         # Prefer a new or a quiet server over a server that has just failed.
-        for group in {self._records[name].group for name in mild}:
-            if any(record.is_used and record.name not in avoided | mild for record in self._of(group)):
-                avoided |= {name for name in mild if self._records[name].group == group}
+        for group in {self._records[name].group for name in doubtful}:
+            if any(
+                record.gets_requests and record.name not in avoided | doubtful for record in self._get_records(group)
+            ):
+                avoided |= {name for name in doubtful if self._records[name].group == group}
         return avoided
 
     @staticmethod
-    def _is_doubtful(record: _Record, now_s: float) -> bool:
+    def _is_doubtful(record: _ServerRecord, now_s: float) -> bool:
+        """Return True if other servers should be preferred."""
         if now_s < record.slow_until_s:
             return True
         if record.is_quiet and not record.evidence and (record.unanswered or record.streams):
             return True
         return record.is_new and bool(record.unanswered)
 
-    def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
+    def _get_server_to_probe(self, client: str, clients: int, now_s: float) -> _ServerRecord | None:
         """Return a silent server to probe: its load never ends, so strategies may send it nothing."""
         for record in self.doubted.values():
-            if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
+            if record.is_quiet and record.gets_requests and record.unanswered and record.probe is None:
                 evidence = record.evidence
                 until_s = max(evidence.rests_until_s(client, clients), evidence.last_s + REST_S[0])
                 if evidence.is_silent and now_s >= until_s:
@@ -418,11 +434,12 @@ class FailurePolicy:
         record = self._records.get(server)
         if record is None:
             return False
-        if not record.is_used or record.evidence.is_proven:
+        if not record.gets_requests or record.evidence.is_proven:
             return True
         is_full = bool(record.evidence) and not record.evidence.has_accusation
         return is_full and any(
-            other.is_used and other.alive_s > -math.inf and not other.evidence for other in self._of(record.group)
+            other.gets_requests and other.answered_s > -math.inf and not other.evidence
+            for other in self._get_records(record.group)
         )
 
     def is_busy(self, server: str, now_s: float) -> bool:
@@ -430,7 +447,7 @@ class FailurePolicy:
         if record is None or not record.evidence:
             return False
         has_pressure = any(not failure.accuses for failure in record.evidence.failures.values())
-        return has_pressure and now_s < record.evidence.rests_until_s(None, self._clients(now_s))
+        return has_pressure and now_s < record.evidence.rests_until_s(None, self._count_active_clients(now_s))
 
     def take_decisions(self) -> list[ServerDecision]:
         decisions, self.decisions = self.decisions, []
@@ -438,27 +455,27 @@ class FailurePolicy:
 
     def sweep(self, now_s: float) -> None:
         """Find silent servers and finished rests."""
-        self.sweep_s = now_s + SWEEP_S
-        if now_s >= self._slow_s:
-            self._slow_s = now_s + SLOW_EVERY_S
-            self._find_slow(now_s)
+        self.next_sweep_s = now_s + SWEEP_S
+        if now_s >= self._next_comparison_s:
+            self._next_comparison_s = now_s + SLOW_EVERY_S
+            self._mark_slow_servers(now_s)
         for record in self._records.values():
             if record.unanswered:
-                self._listen(record, now_s)
+                self._check_unanswered(record, now_s)
             if record.streams:
-                self._listen_to_streams(record, now_s)
+                self._check_streams(record, now_s)
             if record.is_check_due:
-                self._ask(record, now_s)
+                self._request_check(record, now_s)
             if record.name in self.doubted:
                 evidence = record.evidence
                 if evidence and now_s - evidence.last_s > MOST_AGE_S and record.probe is None:
                     evidence.clear(now_s)
-                self._review(record, now_s)
+                self._update_ejection(record, now_s)
 
-    def _find_slow(self, now_s: float) -> None:
-        self._usual_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._waits]
+    def _mark_slow_servers(self, now_s: float) -> None:
+        self._usual_wait_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._answer_waits]
         for group in {record.group for record in self._records.values()}:
-            judged = [record for record in self._of(group) if record.answers >= SLOW_ANSWERS]
+            judged = [record for record in self._get_records(group) if record.answers >= SLOW_ANSWERS]
             if len(judged) >= SLOW_SERVERS:
                 usual = median(record.slowness / record.answers for record in judged)
                 for record in judged:
@@ -467,28 +484,28 @@ class FailurePolicy:
                         self.doubted[record.name] = record
                     record.answers, record.slowness = 0, 0.0
 
-    def _listen(self, record: _Record, now_s: float) -> None:
+    def _check_unanswered(self, record: _ServerRecord, now_s: float) -> None:
         oldest = next(iter(record.unanswered.values()))
-        since_s = max(oldest.sent_s, record.alive_s, record.working_s)
+        since_s = max(oldest.sent_s, record.answered_s, record.metrics_progress_s)
         expected, silent_s = self._expected_s(oldest), now_s - since_s
         if silent_s <= quiet_after_s(expected, len(record.unanswered)):
             if record.is_new:
                 record.is_new = silent_s <= NEW_S
             return
-        self._on_quiet(record, now_s)
-        if not self._others_live(record, since_s, now_s):
+        self._mark_quiet(record, now_s)
+        if not self._is_another_alive(record, since_s, now_s):
             return
         for attempts, attempt in record.unanswered.items():
-            waited_s = now_s - max(attempt.sent_s, record.alive_s, record.working_s)
-            self._judge(record, attempts, waited_s, self._silent_after_s(attempt, record), now_s)
+            waited_s = now_s - max(attempt.sent_s, record.answered_s, record.metrics_progress_s)
+            self._add_failure_if_silent(record, attempts, waited_s, self._silent_after_s(attempt, record), now_s)
 
-    def _listen_to_streams(self, record: _Record, now_s: float) -> None:
-        gap_s = self._gaps.seconds
+    def _check_streams(self, record: _ServerRecord, now_s: float) -> None:
+        gap_s = self._stream_gaps.seconds
         stalled_s, lost_s = stalled_after_s(gap_s), lost_after_s(gap_s)
         stalled = {
             attempts: silent_s
             for attempts in record.streams
-            if (silent_s := now_s - max(attempts.heard_s, record.working_s)) > stalled_s
+            if (silent_s := now_s - max(attempts.heard_s, record.metrics_progress_s)) > stalled_s
         }
         # Streams that have just begun say nothing about the others.
         going_on = (
@@ -496,23 +513,25 @@ class FailurePolicy:
             for attempts, (_, started_s) in record.streams.items()
             if attempts.heard_s > started_s + BEGIN_S
         )
-        flows = now_s - max(record.flowing_s, record.working_s, *going_on) <= stalled_s
+        flows = now_s - max(record.stream_completed_s, record.metrics_progress_s, *going_on) <= stalled_s
         if not stalled or (flows and 2 * len(stalled) < len(record.streams)):
             record.is_quiet = record.is_quiet and bool(record.unanswered)
             return
-        self._on_quiet(record, now_s)
+        self._mark_quiet(record, now_s)
         longest_s = max(stalled.values())
-        if longest_s > lost_s and self._others_live(record, now_s - longest_s, now_s):
+        if longest_s > lost_s and self._is_another_alive(record, now_s - longest_s, now_s):
             for attempts, silent_s in stalled.items():
-                self._judge(record, attempts, silent_s, lost_s, now_s)
+                self._add_failure_if_silent(record, attempts, silent_s, lost_s, now_s)
 
-    def _on_quiet(self, record: _Record, now_s: float) -> None:
-        if not record.is_quiet or now_s - record.asked_s >= QUIET_CHECK_S:
-            self._ask(record, now_s)
+    def _mark_quiet(self, record: _ServerRecord, now_s: float) -> None:
+        if not record.is_quiet or now_s - record.check_requested_s >= QUIET_CHECK_S:
+            self._request_check(record, now_s)
         record.is_quiet = True
         self.doubted[record.name] = record
 
-    def _judge(self, record: _Record, attempts: Attempts, silent_s: float, most_s: float, now_s: float) -> None:
+    def _add_failure_if_silent(
+        self, record: _ServerRecord, attempts: Attempts, silent_s: float, most_s: float, now_s: float
+    ) -> None:
         if silent_s <= most_s:
             return
         former, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
@@ -523,57 +542,61 @@ class FailurePolicy:
             if record.probe is attempts:
                 record.probe = None
 
-    def _others_live(self, record: _Record, since_s: float, now_s: float) -> bool:
+    def _is_another_alive(self, record: _ServerRecord, since_s: float, now_s: float) -> bool:
         """Return True if another server was alive in the later half of a silence. Otherwise all stand still."""
         half_s = 0.5 * (since_s + now_s)
         return any(
-            max(other.alive_s, other.working_s) > half_s or (other.checked_s > half_s and not other.unanswered)
-            for other in self._of(record.group)
+            max(other.answered_s, other.metrics_progress_s) > half_s
+            or (other.good_check_s > half_s and not other.unanswered)
+            for other in self._get_records(record.group)
             if other is not record
         )
 
     def _expected_s(self, sent: SentRequest) -> float:
-        return expected_s(sent, self._waits[sent.kind].seconds)
+        return expected_s(sent, self._answer_waits[sent.kind].seconds)
 
-    def _silent_after_s(self, sent: SentRequest, record: _Record) -> float:
+    def _silent_after_s(self, sent: SentRequest, record: _ServerRecord) -> float:
         least_s = LEAST_WHOLE_SILENT_S if sent.kind == WHOLE and not record.has_metrics else LEAST_SILENT_S
-        return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
+        return silent_after_s(self._expected_s(sent), self._answer_waits[sent.kind].longest_s, least_s)
 
-    def _clients(self, now_s: float) -> int:
-        return 2 if now_s - self._other_s <= CLIENTS_S else 1
+    def _count_active_clients(self, now_s: float) -> int:
+        """Return 1, or 2 for several."""
+        return 2 if now_s - self._other_client_s <= CLIENTS_S else 1
 
-    def _ask(self, record: _Record, now_s: float) -> None:
-        record.is_check_due = self._are_checked and now_s - record.asked_s < CHECK_S
+    def _request_check(self, record: _ServerRecord, now_s: float) -> None:
+        """Decide on a health check now, or later if the last was just requested."""
+        record.is_check_due = self._are_checked and now_s - record.check_requested_s < CHECK_S
         if self._are_checked and not record.is_check_due:
-            record.asked_s = now_s
+            record.check_requested_s = now_s
             self.decisions.append(ServerDecision("check", record.name))
 
-    def _of(self, group: object) -> Iterable[_Record]:
+    def _get_records(self, group: object) -> Iterable[_ServerRecord]:
         return (record for record in self._records.values() if record.group == group)
 
-    def _most_out(self, group: object) -> int:
-        servers = sum(1 for _ in self._of(group))
+    def _get_max_ejected(self, group: object) -> int:
+        """Return the number of the group's servers that may be ejected."""
+        servers = sum(1 for _ in self._get_records(group))
         share = self.limits.max_ejected
         return 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers + 1e-9)))
 
-    def _review(self, record: _Record, now_s: float) -> None:
+    def _update_ejection(self, record: _ServerRecord, now_s: float) -> None:
         evidence = record.evidence
-        clients = self._clients(now_s)
+        clients = self._count_active_clients(now_s)
         why = evidence.ejects(clients) if evidence else ""
         by_requests = bool(why) and now_s < evidence.rests_until_s(None, clients)
-        is_ejected = record.is_bad or by_requests
+        is_ejected = record.is_unhealthy or by_requests
         if is_ejected and not record.is_ejected:
-            record.why = record.why if record.is_bad else why
+            record.why = record.why if record.is_unhealthy else why
             record.is_ejected = True
             self.decisions.append(ServerDecision("eject", record.name, record.why))
-            self._use(record.group)
+            self._update_servers_in_use(record.group)
         elif not is_ejected and record.is_ejected:
             record.is_ejected = False
-            self.decisions.append(ServerDecision("return", record.name, "gone" if record.is_gone else ""))
-            record.is_gone = False
-            self._use(record.group)
+            self.decisions.append(ServerDecision("return", record.name, "gone" if record.has_lost_cache else ""))
+            record.has_lost_cache = False
+            self._update_servers_in_use(record.group)
         elif record.is_ejected:
-            self._use(record.group)
+            self._update_servers_in_use(record.group)
         is_new = record.is_new and record.unanswered
         rests = max(record.refused_until_s, record.slow_until_s) > now_s
         if record.is_ejected or evidence or is_new or record.is_quiet or rests:
@@ -581,16 +604,17 @@ class FailurePolicy:
         else:
             self.doubted.pop(record.name, None)
 
-    def _use(self, group: object) -> None:
-        records = list(self._of(group))
-        is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
+    def _update_servers_in_use(self, group: object) -> None:
+        """Decide which servers get requests; if too many are ejected, all do."""
+        records = list(self._get_records(group))
+        is_panic = sum(record.is_ejected for record in records) > self._get_max_ejected(group)
         used = {record for record in records if not record.is_ejected or (is_panic and not record.is_unreachable)}
         used = used or {record for record in records if record.is_refusing and record.is_last_resort}
         for record in records:
-            is_used = record in used
-            if is_used != record.is_used:
-                record.is_used = is_used
-                self.decisions.append(ServerDecision("use" if is_used else "leave", record.name, record.why))
+            gets_requests = record in used
+            if gets_requests != record.gets_requests:
+                record.gets_requests = gets_requests
+                self.decisions.append(ServerDecision("use" if gets_requests else "leave", record.name, record.why))
                 waiting = (*record.unanswered, *record.streams)
-                if not is_used and waiting:
+                if not gets_requests and waiting:
                     self.decisions.append(ServerDecision("move", record.name, record.why, waiting))

@@ -35,6 +35,8 @@ server's prefill.
 
 
 class SentRequest(NamedTuple):
+    """Request whose answer has not begun; ``kind``: one of ``KINDS``."""
+
     sent_s: float
     estimate_s: float
     """Time to first token; 0: unknown."""
@@ -42,31 +44,33 @@ class SentRequest(NamedTuple):
 
 
 class UsualWait:
-    __slots__ = ("_longest_s", "_new", "_seconds", "_waits", "add")
+    """Recent waits: ``seconds`` is their quantile ``SHARE`` (None: no wait yet), ``longest_s`` a decaying maximum."""
+
+    __slots__ = ("_longest_s", "_seconds", "_unread", "_waits", "add")
 
     def __init__(self) -> None:
-        self._new: deque[float] = deque(maxlen=UNREAD)
-        self.add = self._new.append
+        self._unread: deque[float] = deque(maxlen=UNREAD)
+        self.add = self._unread.append
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None
         self._longest_s = 0.0
 
     @property
     def seconds(self) -> float | None:
-        self._read()
+        self._read_new_waits()
         return self._seconds
 
     @property
     def longest_s(self) -> float:
-        self._read()
+        self._read_new_waits()
         return self._longest_s
 
-    def _read(self) -> None:
-        if self._new:
-            for wait_s in self._new:
+    def _read_new_waits(self) -> None:
+        if self._unread:
+            for wait_s in self._unread:
                 self._longest_s = max(wait_s, FORGOTTEN * self._longest_s)
-            self._waits.extend(self._new)
-            self._new.clear()
+            self._waits.extend(self._unread)
+            self._unread.clear()
             ordered = sorted(self._waits)
             self._seconds = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))]
 

@@ -116,6 +116,8 @@ class RequestHandler(Protocol):
 
 
 class Application(Protocol):
+    """Owner of the connections: limits, and callbacks."""
+
     max_body_bytes: int
     client_s: float
     """Time for a request's whole body, and for a client that reads nothing of its response."""
@@ -151,15 +153,17 @@ class Application(Protocol):
 
 
 class Incoming:
+    """A client's request. ``listener`` handles it."""
+
     # Class attributes as defaults: most requests never set them.
     body: bytes = b""
     body_bytes: int = 0
-    expects: bool = False
+    expects_continue: bool = False
     """True while the client waits for "100 Continue"."""
     is_chunked: bool = False
     chunks: int = 0
     framing_bytes: int = 0
-    has_come: bool = False
+    is_body_complete: bool = False
     response_headers: bytes = b""
     is_preflight: bool = False
     has_cors: bool = False
@@ -169,8 +173,10 @@ class Incoming:
     listener: RequestHandler | None = None
     rate: LeastRate | None = None
     rated_bytes: int = 0
-    tracked: bool = False
-    _pieces: list[bytes] | None = None
+    """Bytes of its body that ``rate`` has counted."""
+    is_tracked: bool = False
+    """True while ``arriving`` has it as incomplete."""
+    _body_pieces: list[bytes] | None = None
 
     def __init__(
         self, connection: HttpConnection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
@@ -194,59 +200,59 @@ class Incoming:
     def add(self, piece: bytes) -> None:
         """Add a turn's data, joined: tiny chunks would take many times their bytes."""
         self.body_bytes += len(piece)
-        if self._pieces is not None:
-            self._pieces.append(piece)
+        if self._body_pieces is not None:
+            self._body_pieces.append(piece)
         elif self.body:
-            self._pieces = [self.body, piece]
+            self._body_pieces = [self.body, piece]
         else:
             self.body = piece
 
     def drop_body(self) -> None:
-        self.body, self._pieces, self.body_bytes = b"", None, 0
+        self.body, self._body_pieces, self.body_bytes = b"", None, 0
 
     def close_body(self) -> None:
-        if self._pieces is not None and self.body_bytes < LONG_BODY_BYTES:
+        if self._body_pieces is not None and self.body_bytes < LONG_BODY_BYTES:
             self.set_body(self.joined())
-        self.has_come = True
+        self.is_body_complete = True
 
     @property
     def is_in_pieces(self) -> bool:
-        return self._pieces is not None
+        return self._body_pieces is not None
 
     def joined(self) -> bytes:
-        return b"".join(self._pieces or ())
+        return b"".join(self._body_pieces or ())
 
     def set_body(self, body: bytes) -> None:
-        self.body, self._pieces = body, None
+        self.body, self._body_pieces = body, None
 
 
 class HttpConnection(asyncio.Protocol):
     __slots__ = (
         "_app",
-        "_current",
-        "_discarding",
-        "_has_end",
-        "_head_bytes",
+        "_body_pieces",
+        "_current_request",
+        "_has_started_in_turn",
         "_headers",
-        "_in_head",
+        "_held_head_bytes",
+        "_incomplete_request",
+        "_is_discarding_input",
+        "_is_in_head",
+        "_is_reading_paused",
+        "_is_yielding",
         "_loop",
         "_parsed_bytes",
         "_parsed_chunks",
         "_parser",
-        "_partial_bytes",
-        "_paused_reading",
-        "_pieces",
-        "_reading",
-        "_rest",
+        "_partial_head_bytes",
+        "_pipelined_requests",
         "_seat",
         "_slice_bytes",
-        "_started",
+        "_slice_has_message_end",
         "_target",
         "_transport",
-        "_unread_by",
+        "_unparsed_input",
         "_unread_bytes",
-        "_waiting",
-        "_yields",
+        "_unread_holder",
         "accepted",
         "closing",
         "deadline",
@@ -261,37 +267,40 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
         self._app = app
         self._loop = loop
-        self._pieces: list[bytes] = []
-        self.on_body = self._pieces.append  # a C callback: no Python frame per chunk
+        self._body_pieces: list[bytes] = []
+        self.on_body = self._body_pieces.append  # a C callback: no Python frame per chunk
         self._headers: list[tuple[bytes, bytes]] = []
         """Head lines, or trailers."""
         self.on_header = native.pairs_into(self._headers)
-        self._rest: memoryview | None = None
+        self._unparsed_input: memoryview | None = None
         self._target = b""
-        self._partial_bytes = 0
-        self._in_head = False
-        self._reading: Incoming | None = None
-        self._current: Incoming | None = None
-        self._waiting: deque[Incoming] = deque()
-        self._started = False
+        self._partial_head_bytes = 0
+        self._is_in_head = False
+        self._incomplete_request: Incoming | None = None
+        self._current_request: Incoming | None = None
+        self._pipelined_requests: deque[Incoming] = deque()
+        self._has_started_in_turn = False
         """True if a request started in this turn; the next waits."""
-        self._paused_reading = False
-        self._yields = False
-        self._discarding = False
+        self._is_reading_paused = False
+        self._is_yielding = False
+        self._is_discarding_input = False
+        """True if no further request is read or answered."""
         self.closing = False
         self.full = False
+        """True while the client does not read its response."""
         self.remote = ""
         self.holder = ""
         """Client address or IPv6 network, whose share it uses."""
         self.made = False
+        """True once ``connection_made`` was called: after a TLS handshake."""
         self.accepted: socket.socket | None = None
         self._seat: Seat[HttpConnection] | None = None
-        self._head_bytes = 0
+        self._held_head_bytes = 0
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
         """Bytes of the current slice; chunks and bytes of bodies in it."""
-        self._has_end = False
+        self._slice_has_message_end = False
         self._unread_bytes = 0
-        self._unread_by = ""
+        self._unread_holder = ""
 
     # -- from the event loop
 
@@ -308,20 +317,20 @@ class HttpConnection(asyncio.Protocol):
             peer = transport.get_extra_info("peername")
             self.sit(str(peer[0]) if isinstance(peer, tuple) and peer else "")
         self._app.opened(self)
-        self._await_request()
+        self._set_idle_deadline()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.closing = self._discarding = True
+        self.closing = self._is_discarding_input = True
         self.deadline.close()
         self.leave()
         self._release_head()
         self._release_unread()
-        self._release(self._reading)
-        self._reading = None
+        self._release_body(self._incomplete_request)
+        self._incomplete_request = None
         self._release_waiting()
-        self._take_rest()
-        current, self._current = self._current, None
-        self._release(current)
+        self._take_unparsed_input()
+        current, self._current_request = self._current_request, None
+        self._release_body(current)
         if current is not None and current.listener is not None:
             current.listener.client_gone()
         self._app.closed(self)
@@ -332,138 +341,144 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.full = True
-        self._move(State.UNREAD)
-        if self._current is not None and self._current.listener is not None:
-            self._current.listener.client_full()
-        self._hold_unread()
+        self._move_seat(State.UNREAD)
+        if self._current_request is not None and self._current_request.listener is not None:
+            self._current_request.listener.client_full()
+        self._hold_unread_bytes()
 
     def resume_writing(self) -> None:
         self.full = False
         self._release_unread()
-        if self._current is not None:
-            self._move(State.BUSY)
-            if self._current.listener is not None:
-                self._current.listener.client_ready()
-        elif not self.closing and (self._waiting or not self._discarding):
-            self._begin_next()
+        if self._current_request is not None:
+            self._move_seat(State.BUSY)
+            if self._current_request.listener is not None:
+                self._current_request.listener.client_ready()
+        elif not self.closing and (self._pipelined_requests or not self._is_discarding_input):
+            self._wait_for_next_request()
 
     def data_received(self, data: bytes) -> None:
         if len(data) >= YIELD_BYTES:
-            self._yield()
-        if self._discarding:
+            self._yield_to_loop()
+        if self._is_discarding_input:
             return
-        self._started = False
-        if self._rest is not None:  # not expected while reading is paused
-            data = bytes(self._take_rest()) + data
+        self._has_started_in_turn = False
+        if self._unparsed_input is not None:  # not expected while reading is paused
+            data = bytes(self._take_unparsed_input()) + data
         if len(data) >= SLICED_BYTES:
             self._parse_slices(memoryview(data), SLICE_BYTES)
-        elif (unparsed := self._parse(data)) is not None:
+        elif (unparsed := self._parse_slice(data)) is not None:
             self._parse_slices(memoryview(unparsed), len(unparsed))
-        elif self._reading is not None:
-            self._hold_body()
+        elif self._incomplete_request is not None:
+            self._track_incomplete_body()
 
-    def _yield(self) -> None:
-        if not self._yields and not self._transport.is_closing():
-            self._yields = True
+    def _yield_to_loop(self) -> None:
+        """Read no more in this turn of the event loop."""
+        if not self._is_yielding and not self._transport.is_closing():
+            self._is_yielding = True
             self._transport.pause_reading()
-            self._loop.call_soon(self._read_on)
+            self._loop.call_soon(self._read_after_yield)
 
-    def _read_on(self) -> None:
-        self._yields = False
-        if self._rest is not None:
-            self._started = False
-            self._parse_slices(self._take_rest(), SLICE_BYTES)
-        if self._rest is None and not self._yields and not self._paused_reading and not self._transport.is_closing():
+    def _read_after_yield(self) -> None:
+        self._is_yielding = False
+        if self._unparsed_input is not None:
+            self._has_started_in_turn = False
+            self._parse_slices(self._take_unparsed_input(), SLICE_BYTES)
+        if (
+            self._unparsed_input is None
+            and not self._is_yielding
+            and not self._is_reading_paused
+            and not self._transport.is_closing()
+        ):
             self._transport.resume_reading()
 
     def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
-        while data and not self._discarding:
-            reading = self._reading
+        while data and not self._is_discarding_input:
+            reading = self._incomplete_request
             size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
             piece, data = data[:size], data[size:]
-            waiting = len(self._waiting)
-            if (unparsed := self._parse(piece)) is not None:
+            waiting = len(self._pipelined_requests)
+            if (unparsed := self._parse_slice(piece)) is not None:
                 data = memoryview(bytes(unparsed) + bytes(data))
-            is_dense = self._parsed_chunks > DENSE_CHUNKS or len(self._waiting) > waiting
-            if data and is_dense and not self._discarding:
-                self._rest = data
+            is_dense = self._parsed_chunks > DENSE_CHUNKS or len(self._pipelined_requests) > waiting
+            if data and is_dense and not self._is_discarding_input:
+                self._unparsed_input = data
                 self._app.arriving.limit.change(self.holder, len(data))
-                self._yield()
+                self._yield_to_loop()
                 break
-        if self._reading is not None:
-            self._hold_body()
+        if self._incomplete_request is not None:
+            self._track_incomplete_body()
 
-    def _take_rest(self) -> memoryview:
-        unparsed, self._rest = self._rest or memoryview(b""), None
+    def _take_unparsed_input(self) -> memoryview:
+        unparsed, self._unparsed_input = self._unparsed_input or memoryview(b""), None
         self._app.arriving.limit.change(self.holder, -len(unparsed))
         return unparsed
 
-    def _parse(self, data: bytes | memoryview) -> bytes | None:
+    def _parse_slice(self, data: bytes | memoryview) -> bytes | None:
         """Parse a slice. Return bytes to parse again after a declined upgrade."""
-        before = self._reading
-        self._has_end = before is not None
+        before = self._incomplete_request
+        self._slice_has_message_end = before is not None
         self._parsed_chunks = 0
         self._slice_bytes = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._take_pieces(self._reading)
+            self._add_body_pieces(self._incomplete_request)
             return self._decline_upgrade(bytes(data[upgrade.args[0] :]))
         except httptools.HttpParserCallbackError as error:
             self._app.fault("connection aborted: fault while parsing", error.__context__)
             self.abort()
             return None
         except httptools.HttpParserError as error:
-            self._pieces.clear()
-            if not self._discarding:  # after "Connection: close" anything may follow
-                self._refuse(ApiError(400, f"malformed or ambiguous HTTP request: {error}"))
+            self._body_pieces.clear()
+            if not self._is_discarding_input:  # after "Connection: close" anything may follow
+                self._refuse_incomplete_request(ApiError(400, f"malformed or ambiguous HTTP request: {error}"))
             return None
-        if self._pieces:
-            self._take_pieces(self._reading)
+        if self._body_pieces:
+            self._add_body_pieces(self._incomplete_request)
         else:
             self._parsed_bytes = 0
-        if self._discarding:
+        if self._is_discarding_input:
             return None
-        if self._in_head:
+        if self._is_in_head:
             # If the slice also has the end of another request, count only the parsed part of the head.
-            head_bytes = _size_of(self._target, self._headers) if self._has_end else len(data)
-            self._partial_bytes += head_bytes
-            if self._partial_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
-                self._refuse(_head_too_long())
+            head_bytes = _size_of(self._target, self._headers) if self._slice_has_message_end else len(data)
+            self._partial_head_bytes += head_bytes
+            if self._partial_head_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
+                self._refuse_incomplete_request(_head_too_long())
                 return None
-            if self._partial_bytes == head_bytes:
-                self._await_rest()
-            self._hold_head(head_bytes)
-        elif (request := self._reading) is not None and request is before and request.is_chunked:
+            if self._partial_head_bytes == head_bytes:
+                self._set_arrival_deadline()
+            self._hold_head_bytes(head_bytes)
+        elif (request := self._incomplete_request) is not None and request is before and request.is_chunked:
             request.framing_bytes += len(data) - self._parsed_bytes
             if request.framing_bytes > MAX_FRAMING_BYTES + CHUNK_FRAMING_BYTES * request.chunks:
-                self._refuse(_framing_too_long())
+                self._refuse_incomplete_request(_framing_too_long())
         return None
 
     # -- from the parser
 
     def on_message_begin(self) -> None:
-        self._in_head = not self._discarding
+        self._is_in_head = not self._is_discarding_input
 
     def on_url(self, target: bytes) -> None:
-        if not self._discarding:
+        if not self._is_discarding_input:
             self._target += target
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        if self._discarding:
+        self._is_in_head = False
+        if self._is_discarding_input:
             return
-        if self._head_bytes:
+        if self._held_head_bytes:
             self._release_head()
         parser = self._parser
         raw, target = self._headers.copy(), self._target
         headers = Headers(raw)
-        head_bytes = self._partial_bytes + self._slice_bytes
+        head_bytes = self._partial_head_bytes + self._slice_bytes
         if head_bytes > MAX_HEAD_BYTES:  # may include bytes of other messages
             head_bytes = _size_of(target, raw)
         self._headers.clear()
-        self._target, self._partial_bytes = b"", 0
-        request = self._reading = Incoming(
+        self._target, self._partial_head_bytes = b"", 0
+        request = self._incomplete_request = Incoming(
             self,
             parser.get_method().decode("ascii"),
             target.decode("ascii", "replace"),
@@ -480,14 +495,14 @@ class HttpConnection(asyncio.Protocol):
         if request.tenant is not None:
             request.holder = request.tenant.name
         if refusal is not None:
-            self._refuse(refusal)
+            self._refuse_incomplete_request(refusal)
         elif headers.first.get(b"expect"):
-            request.expects = True
-            if self._current is None:
-                self._say_continue(request)
+            request.expects_continue = True
+            if self._current_request is None:
+                self._send_continue(request)
 
-    def _take_pieces(self, request: Incoming | None) -> None:
-        pieces = self._pieces
+    def _add_body_pieces(self, request: Incoming | None) -> None:
+        pieces = self._body_pieces
         if not pieces:
             self._parsed_bytes = 0
             return
@@ -496,32 +511,32 @@ class HttpConnection(asyncio.Protocol):
         self._parsed_chunks += count
         pieces.clear()
         self._parsed_bytes = size_bytes = len(joined)
-        if request is None or self._discarding:
+        if request is None or self._is_discarding_input:
             return
         app = self._app
         has_room = app.arriving.limit.add(request.holder, size_bytes)
         request.add(joined)
         request.chunks += count
         if request.body_bytes > app.max_body_bytes:
-            self._refuse(too_large(app.max_body_bytes))
-        elif not has_room and not self._make_room(request, request.holder) and self._reading is request:
-            self._refuse(_bodies_too_large())
+            self._refuse_incomplete_request(too_large(app.max_body_bytes))
+        elif not has_room and not self._make_room(request, request.holder) and self._incomplete_request is request:
+            self._refuse_incomplete_request(_bodies_too_large())
 
     def on_message_complete(self) -> None:
-        self._has_end = True
+        self._slice_has_message_end = True
         if self._headers:
             self._headers.clear()  # trailers: no known API uses them
-        request = self._reading
-        if request is None or self._discarding:
+        request = self._incomplete_request
+        if request is None or self._is_discarding_input:
             return
         if request.headers.first.get(b"upgrade") and self._parser.should_upgrade():
             return  # `_decline_upgrade` parses it again
-        self._take_pieces(request)
-        if self._reading is not request:
+        self._add_body_pieces(request)
+        if self._incomplete_request is not request:
             return  # refused
-        self._reading = None
-        if request.tracked:
-            request.tracked = False
+        self._incomplete_request = None
+        if request.is_tracked:
+            request.is_tracked = False
             self._app.arriving.untrack(request, request.holder)
         request.close_body()
         self._enqueue(request)
@@ -537,31 +552,39 @@ class HttpConnection(asyncio.Protocol):
         if seat is not None:
             self._app.table.close(seat)
 
-    def _move(self, to: State) -> None:
+    def _move_seat(self, to: State) -> None:
         if self._seat is not None:
             self._app.table.move(self._seat, to, time.monotonic())
 
     def evict(self) -> None:
         self.leave()
         if not self.made:
-            self._discarding = self.closing = True
+            self._is_discarding_input = self.closing = True
             if self.accepted is not None:
                 with contextlib.suppress(OSError):
                     self.accepted.shutdown(socket.SHUT_RDWR)  # ends the handshake
             return
-        if not self._discarding and not self.full and (self._in_head or self._reading is not None):
-            self._refuse(ApiError(408, "connections are short, and this request came too slowly"))
+        if (
+            not self._is_discarding_input
+            and not self.full
+            and (self._is_in_head or self._incomplete_request is not None)
+        ):
+            self._refuse_incomplete_request(ApiError(408, "connections are short, and this request came too slowly"))
             if self._transport.get_extra_info("ssl_object") is None:
                 self.close()
                 return
         # Abort, because a TLS close waits for the peer.
-        self._discarding = self.closing = True
+        self._is_discarding_input = self.closing = True
         self._transport.abort()
 
     def turn_away(self, request: Incoming | None, error: ApiError) -> None:
         """Refuse the incomplete request or head (None), unless it has ended."""
-        if self._reading is request and not self._discarding and (request is not None or self._in_head):
-            self._refuse(error)
+        if (
+            self._incomplete_request is request
+            and not self._is_discarding_input
+            and (request is not None or self._is_in_head)
+        ):
+            self._refuse_incomplete_request(error)
 
     def _make_room(self, item: Incoming | HttpConnection, holder: str) -> bool:
         """Refuse incomplete requests until the holder has room; False: refuse ``item``."""
@@ -581,33 +604,34 @@ class HttpConnection(asyncio.Protocol):
                 payer.turn_away(None, ApiError(408, "memory for requests is short, and this head came too slowly"))
         return True
 
-    def _hold_body(self) -> None:
+    def _track_incomplete_body(self) -> None:
         """Track the request that this turn's data did not complete."""
-        request = self._reading
-        if request is None or self._discarding:
+        request = self._incomplete_request
+        if request is None or self._is_discarding_input:
             return
-        request.tracked = True
+        request.is_tracked = True
         self._app.arriving.track(request, request.holder, request.body_bytes, time.monotonic())
-        self._await_rest()
+        self._set_arrival_deadline()
 
-    def _hold_head(self, more_bytes: int) -> None:
+    def _hold_head_bytes(self, more_bytes: int) -> None:
         app = self._app
-        self._head_bytes += more_bytes
+        self._held_head_bytes += more_bytes
         has_room = app.arriving.limit.add(self.holder, more_bytes)
-        app.arriving.track(self, self.holder, self._head_bytes, time.monotonic())
+        app.arriving.track(self, self.holder, self._held_head_bytes, time.monotonic())
         if not has_room and not self._make_room(self, self.holder):
             self.turn_away(None, _bodies_too_large())
 
     def _release_head(self) -> None:
-        if self._head_bytes:
+        if self._held_head_bytes:
             self._app.arriving.untrack(self, self.holder)
-            self._app.arriving.limit.change(self.holder, -self._head_bytes)
-            self._head_bytes = 0
+            self._app.arriving.limit.change(self.holder, -self._held_head_bytes)
+            self._held_head_bytes = 0
 
-    def _hold_unread(self) -> None:
+    def _hold_unread_bytes(self) -> None:
+        """Count the response's unread bytes; evict clients while there are too many."""
         self._release_unread()
-        current, unread = self._current, self._app.unread
-        holder = self._unread_by = self.holder if current is None else current.holder
+        current, unread = self._current_request, self._app.unread
+        holder = self._unread_holder = self.holder if current is None else current.holder
         size_bytes = self._unread_bytes = self._transport.get_write_buffer_size()
         has_room, now_s = unread.limit.add(holder, size_bytes), time.monotonic()
         unread.track(self, holder, size_bytes, now_s)
@@ -622,31 +646,36 @@ class HttpConnection(asyncio.Protocol):
 
     def _release_unread(self) -> None:
         if self._unread_bytes:
-            self._app.unread.untrack(self, self._unread_by)
-            self._app.unread.limit.change(self._unread_by, -self._unread_bytes)
+            self._app.unread.untrack(self, self._unread_holder)
+            self._app.unread.limit.change(self._unread_holder, -self._unread_bytes)
             self._unread_bytes = 0
 
-    # -- requests: `_reading` (body arrives) -> `_waiting` (complete, pipelined) -> `_current` (being answered).
-    # Responses leave in the order of the requests, so only one request is current. A second request of the same read
-    # starts in the next turn of the event loop: a client that pipelines must not delay others.
+    # -- requests: `_incomplete_request` (body arrives) -> `_pipelined_requests` (complete) -> `_current_request` (being
+    # answered). Responses leave in the order of the requests, so only one request is current. A second request of the
+    # same read starts in the next turn of the event loop: a client that pipelines must not delay others.
 
     def _enqueue(self, request: Incoming) -> None:
         if not request.keep_alive:
-            self._discarding = True
-        elif len(self._waiting) == MAX_PIPELINED:
+            self._is_discarding_input = True
+        elif len(self._pipelined_requests) == MAX_PIPELINED:
             request.refusal = ApiError(429, f"{MAX_PIPELINED} pipelined requests wait on this connection already")
-            request.keep_alive, self._discarding = False, True
-        if self._current is None and not self._started and not self._waiting and not self.full:
-            self._started = True
-            self._start(request)
+            request.keep_alive, self._is_discarding_input = False, True
+        if (
+            self._current_request is None
+            and not self._has_started_in_turn
+            and not self._pipelined_requests
+            and not self.full
+        ):
+            self._has_started_in_turn = True
+            self._start_request(request)
             return
-        self._waiting.append(request)
-        if self._current is None and len(self._waiting) == 1:
-            self._loop.call_soon(self._next)
-        self._pause()
+        self._pipelined_requests.append(request)
+        if self._current_request is None and len(self._pipelined_requests) == 1:
+            self._loop.call_soon(self._start_next_request)
+        self._pause_reading()
 
-    def _start(self, request: Incoming) -> None:
-        self._current = request
+    def _start_request(self, request: Incoming) -> None:
+        self._current_request = request
         if self._seat is not None:
             self._seat.is_busy = True
         self.deadline.clear()
@@ -655,31 +684,31 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._app.handle(request)
 
-    def _next(self) -> None:
-        self._started = False
-        if self._current is not None or self.closing or self.full:
+    def _start_next_request(self) -> None:
+        self._has_started_in_turn = False
+        if self._current_request is not None or self.closing or self.full:
             return
-        if self._waiting:
-            self._start(self._waiting.popleft())
+        if self._pipelined_requests:
+            self._start_request(self._pipelined_requests.popleft())
         else:
-            self._unpause()
+            self._resume_reading()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse_incomplete_request(self, error: ApiError) -> None:
         """Answer the incomplete request in its turn, and read no more."""
-        if self._discarding:
+        if self._is_discarding_input:
             return  # no further request is answered
-        request = self._reading
+        request = self._incomplete_request
         if request is None:
             request = Incoming(self, "", "", "1.1", Headers(()), False)
-        self._reading = None
-        self._release(request)
+        self._incomplete_request = None
+        self._release_body(request)
         self._release_head()
         request.refusal = error
         request.keep_alive = False
         self._enqueue(request)
 
     def _decline_upgrade(self, remainder: bytes) -> bytes | None:
-        request, self._reading = self._reading, None
+        request, self._incomplete_request = self._incomplete_request, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # refused
             return None
@@ -689,18 +718,18 @@ class HttpConnection(asyncio.Protocol):
                 lines += (name, b": ", value, b"\r\n")
         return b"".join((*lines, b"\r\n", remainder))
 
-    def _say_continue(self, request: Incoming) -> None:
-        request.expects = False
+    def _send_continue(self, request: Incoming) -> None:
+        request.expects_continue = False
         self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _pause(self) -> None:
-        if not self._paused_reading:
-            self._paused_reading = True
+    def _pause_reading(self) -> None:
+        if not self._is_reading_paused:
+            self._is_reading_paused = True
             self._transport.pause_reading()
 
-    def _unpause(self) -> None:
-        if self._paused_reading:
-            self._paused_reading = False
+    def _resume_reading(self) -> None:
+        if self._is_reading_paused:
+            self._is_reading_paused = False
             self._transport.resume_reading()
 
     def replace_body(self, request: Incoming, body: bytes) -> None:
@@ -729,31 +758,31 @@ class HttpConnection(asyncio.Protocol):
 
     # -- time
 
-    def _await_request(self) -> None:
-        self.deadline.set(self._app.keep_alive_s, self._close_idle)
+    def _set_idle_deadline(self) -> None:
+        self.deadline.set(self._app.keep_alive_s, self._close_if_idle)
 
     def has_input(self) -> bool:
         return self.made and _is_readable(self._transport)
 
-    def _close_idle(self) -> None:
+    def _close_if_idle(self) -> None:
         if self.has_input():
-            self.deadline.set(UNREAD_S, self._close_idle)
+            self.deadline.set(UNREAD_S, self._close_if_idle)
         else:
             self.close()
 
     def last_call(self) -> None:
         if self.is_idle and not self.closing:
-            self._await_request()
+            self._set_idle_deadline()
 
-    def _await_rest(self) -> None:
-        if self._current is not None:
+    def _set_arrival_deadline(self) -> None:
+        if self._current_request is not None:
             return
-        app, request = self._app, self._reading
+        app, request = self._app, self._incomplete_request
         if request is None:
-            self._move(State.HEAD)
+            self._move_seat(State.HEAD)
             self.deadline.set(app.head_s, self._head_timeout)
             return
-        self._move(State.BODY)
+        self._move_seat(State.BODY)
         now_s = time.monotonic()
         if request.rate is None:
             request.rate = LeastRate(now_s)
@@ -762,29 +791,38 @@ class HttpConnection(asyncio.Protocol):
         self.deadline.set(max(0.0, min(due_s, request.began_s + app.client_s) - now_s), self._body_timeout)
 
     def _head_timeout(self) -> None:
-        if self._in_head:
-            self._refuse(ApiError(408, f"the request's head did not arrive within {self._app.head_s:g} s"))
+        if self._is_in_head:
+            self._refuse_incomplete_request(
+                ApiError(408, f"the request's head did not arrive within {self._app.head_s:g} s")
+            )
 
     def _body_timeout(self) -> None:
-        request, app = self._reading, self._app
+        request, app = self._incomplete_request, self._app
         if request is not None and time.monotonic() - request.began_s < app.client_s:
-            self._refuse(ApiError(408, f"the request body came more slowly than {app.least_rate} bytes per second"))
+            self._refuse_incomplete_request(
+                ApiError(408, f"the request body came more slowly than {app.least_rate} bytes per second")
+            )
         elif request is not None:
-            self._refuse(ApiError(408, f"the request body did not arrive within {app.client_s:g} s"))
+            self._refuse_incomplete_request(ApiError(408, f"the request body did not arrive within {app.client_s:g} s"))
 
     # -- responses
 
     @property
     def is_idle(self) -> bool:
-        return self._current is None and self._reading is None and not self._waiting and not self._in_head
+        return (
+            self._current_request is None
+            and self._incomplete_request is None
+            and not self._pipelined_requests
+            and not self._is_in_head
+        )
 
     @property
     def current(self) -> Incoming | None:
-        return self._current
+        return self._current_request
 
     def respond(self, status: int, headers: bytes, body: bytes, *, close: bool = False) -> None:
         """Write a complete response. ``headers``: lines with line ends."""
-        request = self._current
+        request = self._current_request
         if request is None or self.closing:
             return
         keep = self.keeps(True) and not close
@@ -796,7 +834,7 @@ class HttpConnection(asyncio.Protocol):
 
     def keeps(self, framed: bool) -> bool:
         """Return True if it stays open. ``framed``: the head says where the body ends."""
-        request = self._current
+        request = self._current_request
         return framed and request is not None and request.keep_alive and not self._app.draining
 
     def write(self, data: bytes) -> None:
@@ -808,64 +846,64 @@ class HttpConnection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def end(self, keep: bool) -> None:
-        request, self._current = self._current, None
-        self._release(request)
+        request, self._current_request = self._current_request, None
+        self._release_body(request)
         if request is not None:
             request.listener = None
         if self.closing:
             return
-        if not keep or (self._discarding and not self._waiting):
+        if not keep or (self._is_discarding_input and not self._pipelined_requests):
             self._close_after(request)
             return
         if self.full:  # the client has to read this response before the next
-            self._pause()
+            self._pause_reading()
             self.deadline.set(self._app.client_s, self.abort)
         else:
-            self._begin_next()
+            self._wait_for_next_request()
 
-    def _begin_next(self) -> None:
-        reading = self._reading
-        if reading is not None and reading.expects:
-            self._say_continue(reading)
-        if reading is not None or self._in_head:
+    def _wait_for_next_request(self) -> None:
+        reading = self._incomplete_request
+        if reading is not None and reading.expects_continue:
+            self._send_continue(reading)
+        if reading is not None or self._is_in_head:
             if reading is not None:
                 reading.rate = None  # its time starts now
-            self._await_rest()
+            self._set_arrival_deadline()
         else:
             if self._seat is not None:
                 self._app.table.mark_idle(self._seat, time.monotonic())
-            self._await_request()
-        if self._waiting or self._paused_reading:
-            self._loop.call_soon(self._next)
+            self._set_idle_deadline()
+        if self._pipelined_requests or self._is_reading_paused:
+            self._loop.call_soon(self._start_next_request)
 
     def _close_after(self, request: Incoming | None) -> None:
         """Close after the response. Input is still read: unread bytes would cause a reset, which may cost the client
         the response.
         """
-        self._discarding = True
-        self._move(State.HEAD)
-        if request is None or request.has_come or self._transport.is_closing():
+        self._is_discarding_input = True
+        self._move_seat(State.HEAD)
+        if request is None or request.is_body_complete or self._transport.is_closing():
             self.close()
             return
-        self._unpause()
+        self._resume_reading()
         self._release_waiting()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self.deadline.set(LINGER_S, self.close)
 
     def _release_waiting(self) -> None:
-        for request in self._waiting:
-            self._release(request)
-        self._waiting.clear()
+        for request in self._pipelined_requests:
+            self._release_body(request)
+        self._pipelined_requests.clear()
 
     def close(self) -> None:
-        self.closing = self._discarding = True
+        self.closing = self._is_discarding_input = True
         self._transport.close()
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self, framed: bool) -> None:
         """End an incomplete response. Unless ``framed``, the connection is reset: a close would be a proper end."""
-        self._forget()
+        self._drop_current_request()
         if framed:
             self.close()
             return
@@ -882,24 +920,24 @@ class HttpConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once; an unfinished response ends with a reset."""
-        if self._current is not None and not self.closing:
+        if self._current_request is not None and not self.closing:
             self._reset_at_close()
-        self._forget()
-        self.closing = self._discarding = True
+        self._drop_current_request()
+        self.closing = self._is_discarding_input = True
         self._transport.abort()
 
-    def _forget(self) -> None:
-        self._release(self._current)
-        if self._current is not None:
-            self._current.listener = None
-            self._current = None
+    def _drop_current_request(self) -> None:
+        self._release_body(self._current_request)
+        if self._current_request is not None:
+            self._current_request.listener = None
+            self._current_request = None
 
-    def _release(self, request: Incoming | None) -> None:
+    def _release_body(self, request: Incoming | None) -> None:
         if request is not None:
             if request.body_bytes:
                 self._app.arriving.limit.change(request.holder, -request.body_bytes)
-            if request.tracked:
-                request.tracked = False
+            if request.is_tracked:
+                request.is_tracked = False
                 self._app.arriving.untrack(request, request.holder)
             request.drop_body()
 
@@ -1010,40 +1048,40 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
 class MovingTimeout:
     """A timeout moved by two assignments: its timer is renewed only when it fires too early."""
 
-    __slots__ = ("_due_s", "_loop", "_reached", "_timer")
+    __slots__ = ("_due_s", "_loop", "_on_reached", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._due_s = 0.0
-        self._reached: Callable[[], None] | None = None
+        self._on_reached: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float, reached: Callable[[], None]) -> None:
         due_s = self._loop.time() + seconds
-        self._due_s, self._reached = due_s, reached
+        self._due_s, self._on_reached = due_s, reached
         timer = self._timer
         if timer is not None:
             if timer.when() <= due_s:
                 return
             timer.cancel()
-        self._timer = self._loop.call_at(due_s, self._fire)
+        self._timer = self._loop.call_at(due_s, self._on_timer)
 
     def clear(self) -> None:
-        self._reached = None
+        self._on_reached = None
 
     def close(self) -> None:
-        self._reached = None
+        self._on_reached = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _fire(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        reached = self._reached
+        reached = self._on_reached
         if reached is None:
             return
         if self._due_s > self._loop.time():
-            self._timer = self._loop.call_at(self._due_s, self._fire)
+            self._timer = self._loop.call_at(self._due_s, self._on_timer)
             return
-        self._reached = None
+        self._on_reached = None
         reached()

@@ -44,14 +44,16 @@ OUTCOMES = ("done", "called-off", "gone")
 
 @dataclass(slots=True)
 class _Pace:
+    """Figures of a server's tokens and requests; ``seconds`` and ``tokens``: of this period."""
+
     seconds: float = 0.0
     tokens: int = 0
     tbt_s: float = 0.0
     decoding: int = 0
-    steady: bool = False
+    is_steady: bool = False
     waiting: int = 0
     report_at_s: float = -math.inf
-    share: float = 0.0
+    kv_share: float = 0.0
 
 
 @dataclass(slots=True)
@@ -90,19 +92,19 @@ class ElasticRoles(Collector):
                 f"expected {LeastTtft.name!r}"
             )
         self._slo, self._backends, self._strategy = slo, backends, strategy
-        self._reads_waiting = settings.disaggregation.handover != OVERLAP
+        self._counts_waiting_requests = settings.disaggregation.handover != OVERLAP
         self.every_s = settings.elastic.every_s
-        self._controlled = ElasticSettings(
+        self._pool_settings = ElasticSettings(
             smoothing_s=settings.elastic.smoothing_s,
             settle_s=settings.elastic.settle_s,
             most_drain_s=settings.elastic.most_drain_s,
         )
         self._paces: dict[str, _Pace] = {}
         self._pools: dict[str, _Pool] = {}
-        self._changes: dict[tuple[str, str], int] = {}
+        self._change_counts: dict[tuple[str, str], int] = {}
         self._last_s: float | None = None
-        self._lost_s = 0.0
-        self._piled_up = False
+        self._skipped_s = 0.0
+        self._was_last_period_late = False
 
     # -- from requests
 
@@ -116,7 +118,7 @@ class ElasticRoles(Collector):
     def observe(self, now_s: float) -> bool:
         """Sample the servers, and begin or call off a change; True: a server left its fleet."""
         moved = self._backends.remove_drained()
-        if self._skips(now_s):
+        if self._skip_after_pause(now_s):
             return moved
         known = self._backends.known
         for name in self._paces.keys() - known.keys():
@@ -127,34 +129,34 @@ class ElasticRoles(Collector):
         for model, samples in by_model.items():
             pool = self._pools.get(model)
             if pool is None:
-                pool = self._pools[model] = _Pool(PoolController(self._slo, self._controlled))
-            self._settle(pool)
-            self._learn(pool, samples)
+                pool = self._pools[model] = _Pool(PoolController(self._slo, self._pool_settings))
+            self._record_ended_change(pool)
+            self._learn_least_tbt(pool, samples)
             idle_s = pool.idle_tbt_s()
             pool.controller.idle_tbt_s = 0.0 if math.isinf(idle_s) else min(idle_s, MOST_IDLE * self._slo.tbt_s)
             pool.controller.shared_tbt_s = pool.shared_tbt_s()
-            change = pool.controller.observe(samples, now_s - self._lost_s)
+            change = pool.controller.observe(samples, now_s - self._skipped_s)
             if change is not None:
-                self._carry_out(pool, change.instance, change.role, change.reason)
+                self._begin_or_call_off_change(pool, change.instance, change.role, change.reason)
             if not samples and pool.change is None:
                 del self._pools[model]
         return moved
 
-    def _skips(self, now_s: float) -> bool:
+    def _skip_after_pause(self, now_s: float) -> bool:
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         late = elapsed_s > LATE_PERIODS * self.every_s
-        if not late and not self._piled_up:
+        if not late and not self._was_last_period_late:
             return False
-        self._lost_s += elapsed_s
-        self._piled_up = late
+        self._skipped_s += elapsed_s
+        self._was_last_period_late = late
         for pace in self._paces.values():
             pace.seconds, pace.tokens = 0.0, 0
         return True
 
-    def _carry_out(self, pool: _Pool, name: str, role: Role, reason: str) -> None:
+    def _begin_or_call_off_change(self, pool: _Pool, name: str, role: Role, reason: str) -> None:
         if pool.change is not None:
-            self._count(pool.change[1], "called-off")
+            self._count_change(pool.change[1], "called-off")
             pool.change = None
             log.warning("server %s keeps the role %r: %s", name, role, reason)
         else:
@@ -162,7 +164,7 @@ class ElasticRoles(Collector):
             log.info("server %s drains to get the role %r: %s", name, role, reason)
         self._backends.change_role(name, role)
 
-    def _settle(self, pool: _Pool) -> None:
+    def _record_ended_change(self, pool: _Pool) -> None:
         if pool.change is None:
             return
         name, role = pool.change
@@ -171,11 +173,11 @@ class ElasticRoles(Collector):
             at = "gone" if known is None else "done" if known.backend.role == role else "called-off"
             if known is not None and known.leaving:
                 return  # removed from the settings, but it still has requests
-            self._count(role, at)
+            self._count_change(role, at)
             pool.change = None
 
-    def _count(self, role: str, outcome: str) -> None:
-        self._changes[role, outcome] = self._changes.get((role, outcome), 0) + 1
+    def _count_change(self, role: str, outcome: str) -> None:
+        self._change_counts[role, outcome] = self._change_counts.get((role, outcome), 0) + 1
 
     # -- the samples
 
@@ -184,8 +186,8 @@ class ElasticRoles(Collector):
         pace = self._paces.setdefault(name, _Pace())
         role: Role = "prefill" if backend.role == PREFILL else "decode"
         decoding = server.in_flight - server.prefilling
-        pace.steady, pace.decoding = decoding == pace.decoding, decoding
-        tbt_s = self._tbt_s(pace)
+        pace.is_steady, pace.decoding = decoding == pace.decoding, decoding
+        tbt_s = self._take_tbt_s(pace)
         return InstanceSample(
             name,
             role,
@@ -193,35 +195,35 @@ class ElasticRoles(Collector):
             fixed=not backend.elastic,
             queue_s=self._strategy.queue_s(server, now_s) if role == "prefill" else 0.0,
             tbt_s=tbt_s if role == "decode" else 0.0,
-            kv_share=self._kv_share(known, pace, now_s) if role == "decode" else 0.0,
+            kv_share=self._update_kv_share(known, pace, now_s) if role == "decode" else 0.0,
             in_flight=server.in_flight,
         )
 
-    def _tbt_s(self, pace: _Pace) -> float:
+    def _take_tbt_s(self, pace: _Pace) -> float:
         if pace.tokens:
             pace.tbt_s = pace.seconds / pace.tokens
         pace.seconds = 0.0
         return pace.tbt_s if pace.decoding else 0.0
 
-    def _kv_share(self, known: KnownServer, pace: _Pace, now_s: float) -> float:
+    def _update_kv_share(self, known: KnownServer, pace: _Pace, now_s: float) -> float:
         report = known.server.fresh_report(now_s, STALE_S)
         if report is None:
             return 0.0
         if report.at_s > pace.report_at_s:
             # A new request counts as waiting until the engine's next step, even if the engine has room.
-            waiting = min(pace.waiting, report.waiting) if self._reads_waiting else 0
+            waiting = min(pace.waiting, report.waiting) if self._counts_waiting_requests else 0
             pace.waiting, pace.report_at_s = report.waiting, report.at_s
             running = max(1, report.running)
-            pace.share = (running + waiting) / running if waiting else max(0.0, report.kv_usage)
-        return pace.share
+            pace.kv_share = (running + waiting) / running if waiting else max(0.0, report.kv_usage)
+        return pace.kv_share
 
-    def _learn(self, pool: _Pool, samples: Iterable[InstanceSample]) -> None:
+    def _learn_least_tbt(self, pool: _Pool, samples: Iterable[InstanceSample]) -> None:
         for sample in samples:
             pace = self._paces[sample.name]
             count, before_s = pace.decoding, pool.least_tbt_s.get(pace.decoding, math.inf)
             # If several streams run now, fewer may have run earlier in the period, which were faster. A lone stream's
             # time can only be too large, which the minimum tolerates.
-            if sample.tbt_s and count and pace.tokens >= LEAST_TOKENS * count and (count == 1 or pace.steady):
+            if sample.tbt_s and count and pace.tokens >= LEAST_TOKENS * count and (count == 1 or pace.is_steady):
                 pool.least_tbt_s[count] = min(before_s, sample.tbt_s)
             pace.tokens = 0
 
@@ -246,7 +248,7 @@ class ElasticRoles(Collector):
             "skymemory_router_role_changes",
             "Changes of role that the load caused, by the new role: done, called-off, or the server is gone",
             ("role", "outcome"),
-            self._changes.items(),
+            self._change_counts.items(),
         )
         loads = [
             ((model, role), load)

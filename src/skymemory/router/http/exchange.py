@@ -1,7 +1,7 @@
 """The life of a proxied request.
 
 1. ``begin`` reads the prompt, in a thread if it takes long.
-2. ``_start`` picks a server (without a prompt, that with the least load), or queues the request.
+2. ``_start_request`` picks a server (without a prompt, that with the least load), or queues the request.
 3. Before the first byte of a response body, a failed attempt may be retried elsewhere: a rule per fault, ``Sends`` per
    request, a retry budget for all.
 4. Then bytes are passed on. A truncated response never looks complete.
@@ -78,7 +78,7 @@ _HOP_BY_HOP = frozenset(
 # The whole body is read and decompressed before it is sent: its length is set again, and "100 Continue" is not needed.
 _OF_BODY = frozenset(b"host content-length content-encoding expect x-forwarded-for http2-settings".split())
 _NOT_TO_SERVERS = _HOP_BY_HOP | _OF_BODY | {_DECISION}
-_NOT_TO_SERVERS_KEYED = _NOT_TO_SERVERS | {b"authorization", b"x-api-key"}
+_NOT_TO_SERVERS_WITHOUT_KEY = _NOT_TO_SERVERS | {b"authorization", b"x-api-key"}
 _READ_HERE = frozenset((b"accept-encoding", b"anthropic-version", b"anthropic-beta"))
 """Headers left out of translated requests: the router itself reads the response."""
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
@@ -103,6 +103,8 @@ _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
 class RequestLog:
+    """Result of a request, for log, metrics and quotas."""
+
     # Class attributes as defaults: most requests never set them.
     decision: Decision | None = None
     prefill: Decision | None = None
@@ -119,6 +121,8 @@ class RequestLog:
 
 @dataclass(slots=True, eq=False)
 class Exchanges:
+    """Parts of the router that all requests share."""
+
     settings: Settings
     access: AccessControl
     reader: PromptReader
@@ -129,6 +133,7 @@ class Exchanges:
     metrics: ProxyMetrics
     deferred: DeferredWork
     alone: Scheduler | None = None
+    """Scheduler of requests not split into prefill and decode."""
     room: WaitingRoom | None = None
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
@@ -142,9 +147,9 @@ class Exchanges:
 
 
 class ExchangeState(Enum):
-    """State of a request. The client, timeouts and shutdown can end it in each; every end calls ``_finish``.
+    """State of a request. The client, timeouts and shutdown can end it in each; every end calls ``_end_exchange``.
 
-    A transition not in ``allowed`` is a fault of the router, and ends this request alone (``_fault``).
+    A transition not in ``allowed`` is a fault of the router, and ends this request alone (``_on_exception``).
     """
 
     allowed: tuple[ExchangeState, ...]
@@ -170,37 +175,37 @@ ENDED.allowed = ()
 class Exchange(Attempts):
     """A request and its attempts. ``done`` is called exactly once."""
 
-    _left_out: frozenset[bytes] = frozenset()
+    _left_out_headers: frozenset[bytes] = frozenset()
 
     # Class attributes as defaults: most requests never set them.
     _reading: asyncio.Task[None] | None = None
     _account: RequestAccount | None = None
     _call: UpstreamCall | None = None
-    _is_counted = False
-    _pause: asyncio.TimerHandle | None = None
-    _status, _wait_s = 0, 0.0
-    _fault_of_answer: Fault | None = None
-    _head: ResponseHead | None = None
-    _reader: UsageReader | None = None
-    _stream: StreamContinuation | None = None
-    _kept: KeptText | None = None
+    _is_in_retry_budget = False
+    _backoff_timer: asyncio.TimerHandle | None = None
+    _error_status, _retry_after_s = 0, 0.0
+    _answer_fault: Fault | None = None
+    _response_head: ResponseHead | None = None
+    _usage_reader: UsageReader | None = None
+    _continuation: StreamContinuation | None = None
+    _kept_text: KeptText | None = None
     _is_continued = False
     _state = READING
-    _entry: QueueEntry | None = None
+    _queue_entry: QueueEntry | None = None
     _translating: asyncio.Task[None] | None = None
     _translated: TranslatedResponse | None = None
-    _pieces = 0
+    _pieces_sent = 0
 
-    def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
+    def __init__(self, shared: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
         self.client = incoming.remote if incoming.tenant is None else incoming.tenant.name
         self.incoming = incoming
-        self._of = of
+        self._shared = shared
         self._log = RequestLog(incoming.began_s)
-        self._done = done
-        self._tried: set[str] = set()
-        self._sends = Sends(1 + of.settings.retries.most)
+        self._on_end = done
+        self._tried_servers: set[str] = set()
+        self._sends = Sends(1 + shared.settings.retries.most)
 
-    def _enter(self, state: ExchangeState) -> None:
+    def _enter_state(self, state: ExchangeState) -> None:
         if state not in self._state.allowed:
             raise RuntimeError(f"a request cannot go from {self._state.name} to {state.name}")
         self._state = state
@@ -216,44 +221,44 @@ class Exchange(Attempts):
         if packed or is_long:
             self._read_in_thread(packed)
         elif self._has_tokens:
-            self._tokenize()
+            self._read_tokens_and_start()
         else:
-            self._start()
+            self._start_request()
 
     @property
     def _has_tokens(self) -> bool:
         path = self.incoming.path
-        if self._of.settings.prompts.tokenizer is None:
+        if self._shared.settings.prompts.tokenizer is None:
             return path in API_PATHS and len(self.incoming.body) >= IN_THREAD_BYTES
         return path in PROMPT_PATHS
 
-    def _read(self, most_new: int | None = None, *, is_counted: bool = False) -> Request:
+    def _read_prompt(self, most_new: int | None = None, *, is_counted: bool = False) -> Request:
         incoming = self.incoming
-        return self._of.reader.read(
+        return self._shared.reader.read(
             incoming.path, incoming.headers, incoming.body, incoming.remote, most_new, is_counted=is_counted
         )
 
-    def _tokenize(self) -> None:
+    def _read_tokens_and_start(self) -> None:
         if len(self.incoming.body) < IN_THREAD_BYTES:
             try:
-                request = self._read(MAX_NEW_LETTERS, is_counted=True)
+                request = self._read_prompt(MAX_NEW_LETTERS, is_counted=True)
             except TooMuchNewText:
                 pass
             except ApiError as error:
-                self._fail(error)
+                self._answer_error(error)
                 return
             else:
-                self._start(request)
+                self._start_request(request)
                 return
         self._read_in_thread(b"")
 
     def _read_in_thread(self, packed: bytes) -> None:
         self.incoming.listener = self
-        self._reading = asyncio.get_running_loop().create_task(self._read_slowly(packed))
+        self._reading = asyncio.get_running_loop().create_task(self._read_and_start(packed))
 
-    async def _read_slowly(self, packed: bytes) -> None:
+    async def _read_and_start(self, packed: bytes) -> None:
         request, incoming = None, self.incoming
-        most_bytes = self._of.settings.limits.max_body_bytes
+        most_bytes = self._shared.settings.limits.max_body_bytes
         try:
             if incoming.is_in_pieces:
                 incoming.set_body(await self._in_thread(incoming.joined, incoming.body_bytes))
@@ -262,143 +267,148 @@ class Exchange(Attempts):
                 unpack = partial(unpacked, incoming.body, packed, most_bytes)
                 incoming.connection.replace_body(incoming, await self._in_thread(unpack, unpacked_bytes))
             if incoming.path in PROMPT_PATHS:
-                request = await self._in_thread(self._read, len(incoming.body))
+                request = await self._in_thread(self._read_prompt, len(incoming.body))
         except ApiError as error:
-            self._fail(error)
+            self._answer_error(error)
         except Exception:
-            self._fault()
+            self._on_exception()
         else:
-            self._start(request)
+            self._start_request(request)
 
     async def _in_thread(self, work: Callable[[], T], size_bytes: int) -> T:
         """Run ``work`` in a thread; one at a time if its result is large."""
         if size_bytes < LARGE_BYTES:
             return await asyncio.to_thread(work)
-        return await self._of.turns.run(self.incoming.holder, work)
+        return await self._shared.turns.run(self.incoming.holder, work)
 
     # -- picking and sending
 
-    def _start(self, read: Request | None = None) -> None:
-        of, incoming = self._of, self.incoming
-        self._scheduler = of.scheduler
+    def _start_request(self, read: Request | None = None) -> None:
+        shared, incoming = self._shared, self.incoming
+        self._scheduler = shared.scheduler
         try:
             if incoming.path not in PROMPT_PATHS:  # an estimate of its load by the body's size
-                read, self._scheduler = without_prompt(max(1, len(incoming.body) // BYTES_PER_TOKEN)), of.least_load
+                read, self._scheduler = without_prompt(max(1, len(incoming.body) // BYTES_PER_TOKEN)), shared.least_load
             elif read is None:
                 started_s = time.perf_counter()
-                read = self._read(is_counted=True)
-                of.metrics.read_seconds.observe(time.perf_counter() - started_s)
+                read = self._read_prompt(is_counted=True)
+                shared.metrics.read_seconds.observe(time.perf_counter() - started_s)
             if incoming.tenant is not None:
-                read, self._log.lease = of.access.acquire(incoming, read, time.monotonic())
+                read, self._log.lease = shared.access.acquire(incoming, read, time.monotonic())
             self._request = read
             now_s = time.monotonic()
-            self._is_counted = True
-            of.retries.on_request(now_s)
-            of.backends.policy.on_request(self.client, now_s)
-            of.deferred.flush()  # may free room and call waiting requests
+            self._is_in_retry_budget = True
+            shared.retries.on_request(now_s)
+            shared.backends.policy.on_request(self.client, now_s)
+            shared.deferred.flush()  # may free room and call waiting requests
             incoming.listener = self
-            if of.room is None or of.room.is_open_to(read):
-                self._try(None)
+            if shared.room is None or shared.room.is_open_to(read):
+                self._try_to_send(None)
             else:
-                self._wait(of.room)
+                self._wait_for_room(shared.room)
         except ApiError as error:
-            self._fail(error)
+            self._answer_error(error)
         except Exception:
-            self._fault()
+            self._on_exception()
 
-    def _wait(self, room: WaitingRoom) -> None:
-        self._enter(QUEUED)
+    def _wait_for_room(self, room: WaitingRoom) -> None:
+        self._enter_state(QUEUED)
         entry = room.wait(self, self._request, len(self.incoming.body))
         if isinstance(entry, Refusal):
             self.turned_away(entry)
         else:
-            self._entry = entry
+            self._queue_entry = entry
 
     # -- from the queue
 
     def called(self, now_s: float) -> None:
-        self._try(None if self._account is None else self._account.placement)
+        self._try_to_send(None if self._account is None else self._account.placement)
 
     def turned_away(self, refusal: Refusal) -> None:
-        self._refuse(Overloaded(refusal))
+        self._answer_refusal(Overloaded(refusal))
 
-    def _refuse(self, error: Overloaded) -> None:
+    def _answer_refusal(self, error: Overloaded) -> None:
+        """Send the admission rule's refusal to the client."""
         result, incoming = self._log, self.incoming
         result.outcome, result.status, result.why = "refused", error.status, error.refusal.reason
         # Tenants that have a weight get their own label; all others share a label.
-        weights = weights_of("weights", self._of.settings.admission.options.get("weights", {}))
+        weights = weights_of("weights", self._shared.settings.admission.options.get("weights", {}))
         tenant = self._request.tenant
         label = tenant if tenant in weights else "other" if tenant else "unknown"
-        self._of.metrics.refusals.labels(error.refusal.kind, label).inc()
+        self._shared.metrics.refusals.labels(error.refusal.kind, label).inc()
         headers = b""
         if incoming.headers.first.get(_DECISION):
             headers = b"%s: %s\r\n" % (_DECISION, error.as_header().encode())
-        self._finish()
+        self._end_exchange()
         send_error(incoming, error, headers)
 
     # -- attempts
 
-    def _try(self, before: ScheduledRequest | None) -> None:
+    def _try_to_send(self, before: ScheduledRequest | None) -> None:
         try:
-            self._enter(ASKING)
-            self._send(self._place(before))
+            self._enter_state(ASKING)
+            self._send_to_server(self._place_or_raise(before))
         except Overloaded as error:
-            self._refuse(error)
+            self._answer_refusal(error)
         except NoServer as error:
-            self._fail(ApiError(503, str(error), retry_after_s=math.ceil(self._of.settings.health.every_s)))
+            self._answer_error(ApiError(503, str(error), retry_after_s=math.ceil(self._shared.settings.health.every_s)))
         except ApiError as error:
-            self._fail(error)
+            self._answer_error(error)
         except Exception:
-            self._fault()
+            self._on_exception()
 
-    def _place(self, before: ScheduledRequest | None) -> ScheduledRequest:
+    def _place_or_raise(self, before: ScheduledRequest | None) -> ScheduledRequest:
         """Place the request. An admitted request is not refused later."""
-        of, request = self._of, self._request
-        max_waiting = of.settings.limits.max_waiting
+        shared, request = self._shared, self._request
+        max_waiting = shared.settings.limits.max_waiting
         try:
-            placement = self._pick(before, time.monotonic())
+            placement = self._pick_server(before, time.monotonic())
         except NoServer as error:
-            if self._tried:
-                raise self._no_answer(", and no other takes requests") from error
-            if max_waiting and of.backends.full(request, max_waiting):
+            if self._tried_servers:
+                raise self._get_no_answer_error(", and no other takes requests") from error
+            if max_waiting and shared.backends.full(request, max_waiting):
                 message = f"every server has {max_waiting} requests waiting; try again soon"
                 raise ApiError(429, message, retry_after_s=1) from error
             raise
         if isinstance(placement, Refusal):
             raise Overloaded(placement)
         self._log.decision = placement.prefill
-        of.metrics.decided(placement.prefill)
+        shared.metrics.decided(placement.prefill)
         return placement
 
-    def _pick(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
+    def _pick_server(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
         """Choose an untried server.
 
         Raises:
             NoServer: none takes requests.
         """
-        avoid = self._avoided(now_s)
-        able = self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting, avoid)
+        avoid = self._get_avoided_servers(now_s)
+        able = self._shared.backends.able(
+            self._request, self._tried_servers, self._shared.settings.limits.max_waiting, avoid
+        )
         scheduler = self._scheduler
         if before is None:
             return scheduler.place(self._request, now_s, able)
         return scheduler.place_again(before, now_s, able)
 
-    def _avoided(self, now_s: float) -> Set[str]:
-        return self._of.backends.avoided(self.client, now_s, is_retry=bool(self._tried))
+    def _get_avoided_servers(self, now_s: float) -> Set[str]:
+        return self._shared.backends.avoided(self.client, now_s, is_retry=bool(self._tried_servers))
 
-    def _send(self, placement: ScheduledRequest) -> None:
+    def _send_to_server(self, placement: ScheduledRequest) -> None:
         incoming, now_s = self.incoming, time.monotonic()
         account = self._account = RequestAccount(self._scheduler, placement, now_s)
         decision = account.decision
-        server, pool = decision.server, self._of.pools[decision.server]
-        incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head = self._fault_of_answer = self._translated = None
-        kind = NO_PROMPT if self._scheduler is self._of.least_load else FIRST_TOKEN if self._request.streams else WHOLE
-        self._of.backends.policy.on_sent(self, server, now_s, decision.estimated_ttft_s or 0.0, kind)
-        if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, now_s):
+        server, pool = decision.server, self._shared.pools[decision.server]
+        incoming.connection.deadline.set(self._shared.settings.timeouts.first_byte_s, self._first_byte_timeout)
+        self._response_head = self._answer_fault = self._translated = None
+        kind = (
+            NO_PROMPT if self._scheduler is self._shared.least_load else FIRST_TOKEN if self._request.streams else WHOLE
+        )
+        self._shared.backends.policy.on_sent(self, server, now_s, decision.estimated_ttft_s or 0.0, kind)
+        if incoming.path in API_PATHS and self._shared.missing_apis.is_missing(server, incoming.path, now_s):
             self._send_translated(server)
             return
-        head = request_head(incoming, pool, len(incoming.body), self._of.via, self._left_out)
+        head = request_head(incoming, pool, len(incoming.body), self._shared.via, self._left_out_headers)
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD", self._sends)
 
     def _send_translated(self, server: str) -> None:
@@ -423,25 +433,25 @@ class Exchange(Attempts):
             self._ask_translated(server, translation)
         except ApiError as error:
             self._translating = None
-            self._fail(error)
+            self._answer_error(error)
         except Exception:
-            self._fault()
+            self._on_exception()
 
     def _ask_translated(self, server: str, translation: Translation) -> None:
-        incoming, pool, left_out = self.incoming, self._of.pools[server], self._left_out | _READ_HERE
-        head = request_head(incoming, pool, len(translation.body), self._of.via, left_out, CHAT_COMPLETIONS)
-        receiver = self._translated = TranslatedResponse(self, translation, self._fault)
+        incoming, pool, left_out = self.incoming, self._shared.pools[server], self._left_out_headers | _READ_HERE
+        head = request_head(incoming, pool, len(translation.body), self._shared.via, left_out, CHAT_COMPLETIONS)
+        receiver = self._translated = TranslatedResponse(self, translation, self._on_exception)
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
-    def _sends_translated_instead(self, head: ResponseHead) -> bool:
+    def _send_translated_if_missing(self, head: ResponseHead) -> bool:
         incoming, account = self.incoming, self._account
         if account is None:
             return False
         if self._translated is not None:
             if head.status not in MISSING_STATUSES:
-                self._of.missing_apis.learn(account.decision.server, incoming.path, time.monotonic())
+                self._shared.missing_apis.learn(account.decision.server, incoming.path, time.monotonic())
             return False
-        server, apis = account.decision.server, self._of.missing_apis
+        server, apis = account.decision.server, self._shared.missing_apis
         if head.status not in MISSING_STATUSES:
             if head.status < 400:
                 apis.on_answer(server, incoming.path)
@@ -455,39 +465,40 @@ class Exchange(Attempts):
         try:
             self._send_translated(account.decision.server)
         except ApiError as error:
-            self._fail(error)
+            self._answer_error(error)
         return True
 
-    # After a failed attempt, `_may_retry` checks the fault's rule and the request's limits, `_retry` backs off, and
-    # `_again` asks the retry budget. After an error response the budget is asked first: if it refuses, the response is
-    # passed on.
+    # After a failed attempt, `_may_retry` checks the fault's rule and the request's limits, `_retry_or_fail` backs off,
+    # and `_retry_within_budget` asks the retry budget. After an error response the budget is asked first: if it
+    # refuses, the response is passed on.
 
     @property
-    def _is_last(self) -> bool:
-        return self._log.retries >= self._of.settings.retries.most or not self._sends.remaining
+    def _has_no_retry_left(self) -> bool:
+        return self._log.retries >= self._shared.settings.retries.most or not self._sends.remaining
 
     @property
-    def _may_wait(self) -> bool:
+    def _may_queue_again(self) -> bool:
         return True
 
     def _may_retry(self, fault: Fault, server: str) -> bool:
         max_retries = RULES[fault].retries
         return (
-            not self._is_last
+            not self._has_no_retry_left
             and (max_retries is None or self.retries.get(fault, 0) < max_retries)
-            and self._of.backends.has_other(self._request, self._tried, server)
+            and self._shared.backends.has_other(self._request, self._tried_servers, server)
         )
 
-    def _may_spend(self, fault: Fault, server: str) -> bool:
+    def _take_from_budget(self, fault: Fault, server: str) -> bool:
+        """Return True if the budget allows a retry."""
         if fault is Fault.REFUSED:
             return True  # nothing was sent
-        is_free = fault is Fault.SILENT or self._of.backends.policy.is_free_retry(server)
-        if self._of.retries.take(time.monotonic(), is_free=is_free):
+        is_free = fault is Fault.SILENT or self._shared.backends.policy.is_free_retry(server)
+        if self._shared.retries.take(time.monotonic(), is_free=is_free):
             return True
-        self._of.metrics.denied_retries.inc()
+        self._shared.metrics.denied_retries.inc()
         return False
 
-    def _retry(self, why: str, fault: Fault, *, is_paid: bool = False) -> None:
+    def _retry_or_fail(self, why: str, fault: Fault, *, is_paid: bool = False) -> None:
         """Try another server, or fail. ``is_paid``: the budget has allowed it."""
         account, result = self._account, self._log
         assert account is not None
@@ -495,21 +506,23 @@ class Exchange(Attempts):
         result.why = f"{server}: {why}"
         may_retry = self._may_retry(fault, server)
         self._end_attempt(account)
-        may_wait = not may_retry and self._may_wait_for_any(fault)
+        may_wait = not may_retry and self._have_all_refused(fault)
         if not may_retry and not may_wait:
-            self._fail(self._no_answer("" if self._is_last else ", and no other takes requests"))
+            self._answer_error(
+                self._get_no_answer_error("" if self._has_no_retry_left else ", and no other takes requests")
+            )
             return
         self._count_retry(server, fault)
         if may_wait:
-            self._tried.clear()
-        self._of.deferred.flush()
+            self._tried_servers.clear()
+        self._shared.deferred.flush()
         if RULES[fault].backs_off or may_wait:
             self.incoming.connection.deadline.clear()
             self._back_off(server, fault, result.retries, is_paid)
         else:
-            self._again(server, fault, result.retries, is_paid)
+            self._retry_within_budget(server, fault, result.retries, is_paid)
 
-    def _may_wait_for_any(self, fault: Fault) -> bool:
+    def _have_all_refused(self, fault: Fault) -> bool:
         """Return True if all servers refused: a restarted server may soon accept."""
         return fault is Fault.REFUSED and not self._sends.count and self._log.retries < MOST_BACKOFFS
 
@@ -519,36 +532,38 @@ class Exchange(Attempts):
 
     def _count_retry(self, server: str, fault: Fault) -> None:
         self._log.retries += 1
-        self._of.metrics.of(server).retries += 1
-        self._tried.add(server)
+        self._shared.metrics.of(server).retries += 1
+        self._tried_servers.add(server)
         self.count_retry(fault)
 
     def _back_off(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
-        self._enter(PAUSED)
-        again = partial(self._again, server, fault, number, is_paid)
-        wait_s = backoff_s(number, FIRST_S, MOST_S, self._of.random.random)
-        self._pause = asyncio.get_running_loop().call_later(wait_s, again)
+        self._enter_state(PAUSED)
+        again = partial(self._retry_within_budget, server, fault, number, is_paid)
+        wait_s = backoff_s(number, FIRST_S, MOST_S, self._shared.random.random)
+        self._backoff_timer = asyncio.get_running_loop().call_later(wait_s, again)
 
-    def _again(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
-        self._pause = None
-        if is_paid or self._may_spend(fault, server):
-            self._try_again()
+    def _retry_within_budget(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
+        self._backoff_timer = None
+        if is_paid or self._take_from_budget(fault, server):
+            self._send_again()
         elif RULES[fault].backs_off and number < MOST_BACKOFFS:
             # Meanwhile the server's check may end: if it finds the server dead, retries are free of the budget.
             self._back_off(server, fault, number + 1, is_paid)
         else:
-            self._fail(self._no_answer(", and too many requests are being retried"))
+            self._answer_error(self._get_no_answer_error(", and too many requests are being retried"))
 
-    def _try_again(self) -> None:
+    def _send_again(self) -> None:
         assert self._account is not None
-        self._try(self._account.placement)
+        self._try_to_send(self._account.placement)
 
-    def _no_answer(self, more: str = "") -> ApiError:
+    def _get_no_answer_error(self, more: str = "") -> ApiError:
         """Return 502; 503 if no server was reached; 429 or 503 if the last server answered that."""
         if self.failed:
-            self._of.backends.on_end(self, time.monotonic())
-        status = self._status if self._status in (429, 503) else 502 if self._sends.count else 503
-        retry_after_s = None if status == 502 else math.ceil(max(self._wait_s, self._of.settings.health.every_s))
+            self._shared.backends.on_end(self, time.monotonic())
+        status = self._error_status if self._error_status in (429, 503) else 502 if self._sends.count else 503
+        retry_after_s = (
+            None if status == 502 else math.ceil(max(self._retry_after_s, self._shared.settings.health.every_s))
+        )
         return ApiError(status, f"no answer from server {self._log.why}{more}", retry_after_s=retry_after_s)
 
     def _requeue(self, room: WaitingRoom, why: str) -> None:
@@ -557,10 +572,10 @@ class Exchange(Attempts):
         self._log.why = f"{account.decision.server}: {why}"
         self._count_retry(account.decision.server, Fault.BUSY)
         self._end_attempt(account)
-        self._tried.clear()
+        self._tried_servers.clear()
         self.incoming.connection.deadline.clear()
-        self._of.deferred.flush()
-        self._wait(room)
+        self._shared.deferred.flush()
+        self._wait_for_room(room)
 
     def move_on(self, server: str, why: str) -> None:
         account = self._account
@@ -572,92 +587,95 @@ class Exchange(Attempts):
             if self._state is STREAMING:
                 self._try_to_continue(f"it was ejected ({why})")  # else the server may still send the remainder
             elif self._may_retry(Fault.SILENT, server):
-                self._of.backends.on_fault(self, server, Fault.SILENT, time.monotonic())
-                self._retry(f"it was ejected ({why})", Fault.SILENT)
+                self._shared.backends.on_fault(self, server, Fault.SILENT, time.monotonic())
+                self._retry_or_fail(f"it was ejected ({why})", Fault.SILENT)
         except Exception:
-            self._fault()
+            self._on_exception()
 
-    def _fail(self, error: ApiError) -> None:
+    def _answer_error(self, error: ApiError) -> None:
         result = self._log
         result.outcome, result.status, result.why = outcome_of(error.status), error.status, result.why or error.message
-        self._finish()
+        self._end_exchange()
         send_error(self.incoming, error)
 
     # -- from the server
 
     def response_begins(self, head: ResponseHead) -> None:
         if self._state is STREAMING:
-            self._rest_begins(head)
+            self._on_continuation_begins(head)
             return
         try:
-            if self.incoming.path in API_PATHS and self._sends_translated_instead(head):
+            if self.incoming.path in API_PATHS and self._send_translated_if_missing(head):
                 return
-            if head.status < 400 or (fault := self._fault_of(head)) is None:
-                self._head = head
+            if head.status < 400 or (fault := self._get_fault(head)) is None:
+                self._response_head = head
             else:
-                self._failed_with(head, fault)
+                self._on_error_answer(head, fault)
         except Exception:
-            self._fault()
+            self._on_exception()
 
-    def _fault_of(self, head: ResponseHead) -> Fault | None:
+    def _get_fault(self, head: ResponseHead) -> Fault | None:
         if head.status in _FORBIDDEN:
             account = self._account
-            has_own_key = account is not None and bool(self._of.pools[account.decision.server].authorization)
+            has_own_key = account is not None and bool(self._shared.pools[account.decision.server].authorization)
             return Fault.ERROR if has_own_key else None  # else the client's key is wrong
         return None if head.status < 429 else fault_of(head.status, b"retry-after" in head.headers.first)
 
-    def _failed_with(self, head: ResponseHead, fault: Fault) -> None:
-        of, account, now_s = self._of, self._account, time.monotonic()
+    def _on_error_answer(self, head: ResponseHead, fault: Fault) -> None:
+        shared, account, now_s = self._shared, self._account, time.monotonic()
         assert account is not None
         server, why = account.decision.server, f"it answered {head.status}"
         wait_s = retry_after_s(head.headers.first.get(b"retry-after", b"")) or 0.0
-        self._status, self._wait_s = head.status, wait_s
-        of.backends.on_fault(self, server, fault, now_s, wait_s)
-        if head.status in of.settings.retries.statuses:
-            if self._may_retry(fault, server) and self._may_spend(fault, server):
-                self._retry(why, fault, is_paid=True)
+        self._error_status, self._retry_after_s = head.status, wait_s
+        shared.backends.on_fault(self, server, fault, now_s, wait_s)
+        if head.status in shared.settings.retries.statuses:
+            if self._may_retry(fault, server) and self._take_from_budget(fault, server):
+                self._retry_or_fail(why, fault, is_paid=True)
                 return
-            room = of.room if self._may_wait and fault is Fault.BUSY and not self._is_last else None
-            if room is not None and self._may_spend(fault, server):
+            room = (
+                shared.room if self._may_queue_again and fault is Fault.BUSY and not self._has_no_retry_left else None
+            )
+            if room is not None and self._take_from_budget(fault, server):
                 self._requeue(room, why)
                 return
-        self._head, self._fault_of_answer = head, fault
-        of.backends.on_end(self, now_s)
+        self._response_head, self._answer_fault = head, fault
+        shared.backends.on_end(self, now_s)
 
     def response_data(self, piece: bytes, at_end: bool) -> None:
         try:
             if self._state is STREAMING:
-                self._pass_on(piece, at_end)
+                self._send_to_client(piece, at_end)
                 return
-            head = self._head
+            head = self._response_head
             is_plain = piece and head is not None and head.headers.first.get(b"content-type") == b"application/json"
-            if not is_plain and (why := self._is_no_answer(piece, at_end)) and self._asks_another(why):
+            if not is_plain and (why := self._get_reason_unusable(piece, at_end)) and self._retry_bad_answer(why):
                 return
-            self._begin(piece, at_end)
+            self._begin_response(piece, at_end)
         except Exception:
-            self._fault()
+            self._on_exception()
 
     def response_failed(self, error: UpstreamError) -> None:
         try:
-            self._lost(error)
+            self._on_connection_failed(error)
         except Exception:
-            self._fault()
+            self._on_exception()
 
-    def _lost(self, error: UpstreamError) -> None:
+    def _on_connection_failed(self, error: UpstreamError) -> None:
         account = self._account
         assert account is not None
         self._call = None
-        backends, server = self._of.backends, account.decision.server
+        backends, server = self._shared.backends, account.decision.server
         if self._state is STREAMING:
             backends.on_fault(self, server, Fault.BROKEN, time.monotonic())
-            self._go_on_or_cut(str(error))
+            self._continue_or_cut(str(error))
             return
-        fault, self._status = fault_of_error(error), 0
+        fault, self._error_status = fault_of_error(error), 0
         backends.on_fault(self, server, fault, time.monotonic())
-        self._retry(str(error), fault)
+        self._retry_or_fail(str(error), fault)
 
-    def _is_no_answer(self, piece: bytes, at_end: bool) -> str:
-        head = self._head
+    def _get_reason_unusable(self, piece: bytes, at_end: bool) -> str:
+        """Return the reason to reject a successful answer; empty: it is usable."""
+        head = self._response_head
         is_prompt = self.incoming.method == "POST" and self.incoming.path in PROMPT_PATHS
         if head is None or not is_prompt or not 200 <= head.status < 300:
             return ""
@@ -666,41 +684,42 @@ class Exchange(Attempts):
         kind = head.headers.first.get(b"content-type", b"")
         return "its answer is a web page" if kind.lower().startswith(b"text/html") else ""
 
-    def _asks_another(self, why: str) -> bool:
-        account, backends = self._account, self._of.backends
+    def _retry_bad_answer(self, why: str) -> bool:
+        """Return True if another server is asked; else the answer is passed on."""
+        account, backends = self._account, self._shared.backends
         assert account is not None
         server = account.decision.server
         backends.on_fault(self, server, Fault.ERROR, time.monotonic())
-        if self._may_retry(Fault.ERROR, server) and self._may_spend(Fault.ERROR, server):
-            self._retry(why, Fault.ERROR, is_paid=True)
+        if self._may_retry(Fault.ERROR, server) and self._take_from_budget(Fault.ERROR, server):
+            self._retry_or_fail(why, Fault.ERROR, is_paid=True)
             return True
         backends.on_end(self, time.monotonic())
-        self._fault_of_answer = Fault.ERROR
+        self._answer_fault = Fault.ERROR
         return False
 
     # -- streaming
 
-    def _begin(self, piece: bytes, at_end: bool) -> None:
-        response, account, result, incoming = self._head, self._account, self._log, self.incoming
+    def _begin_response(self, piece: bytes, at_end: bool) -> None:
+        response, account, result, incoming = self._response_head, self._account, self._log, self.incoming
         assert response is not None and account is not None
         headers, first, now_s = response.headers, response.headers.first, time.monotonic()
         kind, is_good = first.get(b"content-type", b""), response.status < 400
-        if self._fault_of_answer is None:
+        if self._answer_fault is None:
             is_whole = at_end and not kind.startswith(_EVENT_STREAM)
-            self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
+            self._shared.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
-        self._enter(STREAMING)
-        self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
+        self._enter_state(STREAMING)
+        self._usage_reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
         # An error says nothing about the cache, so its account closes as failed.
         if is_good:
             result.ttft_s = now_s - result.began_s
             if not at_end and (self._request.streams or reader.streams):
-                self._of.deferred.run(partial(self._succeeded, account, now_s))
-        if reader.streams and self._may_go_on(response):
-            of, of_reader = self._of, self._of.reader
+                self._shared.deferred.run(partial(self._on_first_byte, account, now_s))
+        if reader.streams and self._may_continue(response):
+            shared, of_reader = self._shared, self._shared.reader
             tokens_of = of_reader.tokens_of if of_reader.has_tokenizer else None
-            self._kept = KeptText(of.kept_text, incoming.holder)
-            self._stream = StreamContinuation(incoming.path, incoming.body, tokens_of, self._kept)
+            self._kept_text = KeptText(shared.kept_text, incoming.holder)
+            self._continuation = StreamContinuation(incoming.path, incoming.body, tokens_of, self._kept_text)
         connection = incoming.connection
         if incoming.method == "HEAD":
             response.chunked = False  # a response to HEAD has no body
@@ -717,25 +736,30 @@ class Exchange(Attempts):
             head.append(decision_line(account))
         if response.status in (429, 503) and b"retry-after" not in first:
             head.append(b"Retry-After: 1\r\n")
-        head += (self._of.via.lines["1.1"], incoming.response_headers, connection_line(incoming, keep), b"\r\n")
-        self._pass_on(piece, at_end, b"".join(head))
+        head += (self._shared.via.lines["1.1"], incoming.response_headers, connection_line(incoming, keep), b"\r\n")
+        self._send_to_client(piece, at_end, b"".join(head))
 
-    def _succeeded(self, account: RequestAccount, now_s: float) -> None:
+    def _on_first_byte(self, account: RequestAccount, now_s: float) -> None:
         account.first_byte(now_s)
-        if self._of.room is not None:
-            self._of.room.poll()
+        if self._shared.room is not None:
+            self._shared.room.poll()
 
-    def _pass_on(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
-        response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
+    def _send_to_client(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
+        response, result, connection, reader = (
+            self._response_head,
+            self._log,
+            self.incoming.connection,
+            self._usage_reader,
+        )
         assert response is not None and reader is not None
-        self._pieces += 1
-        if (stream := self._stream) is not None:
+        self._pieces_sent += 1
+        if (stream := self._continuation) is not None:
             piece = stream.add(piece, at_end)
             if stream.failure:
-                self._pass_on_failure(stream, piece, at_end, head)
+                self._on_error_event(stream, piece, at_end, head)
                 return
             if at_end and not stream.is_complete:
-                self._pass_on_part(piece, head)
+                self._on_answer_ended_early(piece, head)
                 return
         result.bytes_out += len(piece)
         if response.chunked:
@@ -749,146 +773,146 @@ class Exchange(Attempts):
             status = result.status
             result.outcome = "answered" if status < 400 else "client-error" if status < 500 else "server-error"
             self._call = None
-            if self._pieces > 1 or reader.streams:  # else `_begin` reported it as a whole answer
-                self._on_complete(status < 400)
-            self._finish()
+            if self._pieces_sent > 1 or reader.streams:  # else `_begin_response` reported it as a whole answer
+                self._report_complete(status < 400)
+            self._end_exchange()
             connection.end(connection.keeps(response.framed))
             return
         self.heard_s = time.monotonic()
         if connection.full:
             self.client_full()
         else:
-            connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
+            connection.deadline.set(self._shared.settings.timeouts.idle_s, self._idle_timeout)
 
-    def _on_complete(self, is_good: bool) -> None:
+    def _report_complete(self, is_good: bool) -> None:
         account = self._account
-        if account is not None and self._fault_of_answer is None:
+        if account is not None and self._answer_fault is None:
             server = account.decision.server
-            self._of.backends.on_complete(self, server, time.monotonic(), self._pieces, is_good)
+            self._shared.backends.on_complete(self, server, time.monotonic(), self._pieces_sent, is_good)
 
-    def _pass_on_part(self, piece: bytes, head: bytes) -> None:
-        account, stream = self._account, self._stream
+    def _on_answer_ended_early(self, piece: bytes, head: bytes) -> None:
+        account, stream = self._account, self._continuation
         assert account is not None
-        self._stream = self._call = None
+        self._continuation = self._call = None
         if head or piece:
-            self._pass_on(piece, False, head)
-        self._stream = stream
-        self._of.backends.on_fault(self, account.decision.server, Fault.BROKEN, time.monotonic())
-        self._go_on_or_cut("it ended its answer before the last event")
+            self._send_to_client(piece, False, head)
+        self._continuation = stream
+        self._shared.backends.on_fault(self, account.decision.server, Fault.BROKEN, time.monotonic())
+        self._continue_or_cut("it ended its answer before the last event")
 
-    # -- continuing a stream at another server: `_stream` holds what the client has received
+    # -- continuing a stream at another server: `_continuation` holds what the client has received
 
-    def _may_go_on(self, response: ResponseHead) -> bool:
+    def _may_continue(self, response: ResponseHead) -> bool:
         is_readable = not response.headers.first.get(b"content-encoding") and (response.chunked or not response.framed)
         return (
-            self._of.settings.retries.continue_streams
+            self._shared.settings.retries.continue_streams
             and response.status == 200
             and is_readable
             and self.incoming.path in PROMPT_PATHS
             and self.incoming.path not in API_PATHS
         )
 
-    def _go_on_or_cut(self, why: str) -> None:
+    def _continue_or_cut(self, why: str) -> None:
         if not self._try_to_continue(why):
             self._drop_call()
             self._log.outcome = "broken"
-            self._of.backends.on_end(self, time.monotonic())
-            self._cut("the server went away in the middle of its answer")
+            self._shared.backends.on_end(self, time.monotonic())
+            self._cut_response("the server went away in the middle of its answer")
 
     def _try_to_continue(self, why: str) -> bool:
         """Return True if another server sends the remainder, or nothing remains."""
-        account, stream = self._account, self._stream
+        account, stream = self._account, self._continuation
         assert account is not None
         self._log.why = f"{account.decision.server}: {why}"
-        remainder = None if stream is None or self._is_last else stream.prepare_rest()
+        remainder = None if stream is None or self._has_no_retry_left else stream.prepare_rest()
         if remainder is None:
             return False
         if not remainder.body:
             self._drop_call()
-            self._stream = None
-            self._pass_on(remainder.ending, True)
+            self._continuation = None
+            self._send_to_client(remainder.ending, True)
             return True
         now_s = time.monotonic()
-        self._tried.add(account.decision.server)
+        self._tried_servers.add(account.decision.server)
         try:
-            placement = self._place_rest(account.placement, remainder, now_s)
+            placement = self._place_continuation(account.placement, remainder, now_s)
         except NoServer as error:
             log.debug("no server for the rest of a stream: %s", error)
             return False
         self._drop_call()
         account.close(now_s)
-        self._ask_rest(placement, remainder, now_s)
+        self._send_continuation(placement, remainder, now_s)
         return True
 
-    def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, at_end: bool, head: bytes) -> None:
+    def _on_error_event(self, stream: StreamContinuation, piece: bytes, at_end: bool, head: bytes) -> None:
         """Pass on what preceded an error event, then the remainder, or the error."""
         account, failure, withheld = self._account, stream.failure, stream.withheld
         assert account is not None
-        self._stream = None
+        self._continuation = None
         if head or piece:
-            self._pass_on(piece, False, head)
-        self._stream = stream
-        self._of.backends.on_fault(self, account.decision.server, Fault.ERROR, time.monotonic())
+            self._send_to_client(piece, False, head)
+        self._continuation = stream
+        self._shared.backends.on_fault(self, account.decision.server, Fault.ERROR, time.monotonic())
         if not self._try_to_continue(failure):
-            self._stream = None
-            self._pass_on(withheld, at_end)
+            self._continuation = None
+            self._send_to_client(withheld, at_end)
 
-    def _place_rest(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
+    def _place_continuation(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation of a stream.
 
         Raises:
             NoServer: no server can continue it.
         """
-        able = self._of.backends.able(self._request, self._tried, 0, self._avoided(now_s))
-        return self._scheduler.place_again(before, now_s, self._able_to_continue(able, continuation))
+        able = self._shared.backends.able(self._request, self._tried_servers, 0, self._get_avoided_servers(now_s))
+        return self._scheduler.place_again(before, now_s, self._get_servers_for_continuation(able, continuation))
 
-    def _able_to_continue(self, able: Collection[str] | None, continuation: Rest) -> Collection[str] | None:
+    def _get_servers_for_continuation(self, able: Collection[str] | None, continuation: Rest) -> Collection[str] | None:
         if not continuation.by_chat:
             return able
-        known = self._of.backends.known
+        known = self._shared.backends.known
         names = known if able is None else able
         return [
             name for name in names if any(model.get("owned_by") in ENGINES for model in known[name].models.values())
         ]
 
-    def _ask_rest(self, placement: ScheduledRequest, continuation: Rest, now_s: float) -> None:
-        incoming, before, of = self.incoming, self._account, self._of
+    def _send_continuation(self, placement: ScheduledRequest, continuation: Rest, now_s: float) -> None:
+        incoming, before, shared = self.incoming, self._account, self._shared
         assert before is not None
         self._is_continued = True
         self._log.retries += 1
-        of.metrics.of(before.decision.server).retries += 1
+        shared.metrics.of(before.decision.server).retries += 1
         account = self._account = RequestAccount(self._scheduler, placement, now_s)
-        of.metrics.decided(account.decision)
-        server, pool = account.decision.server, of.pools[account.decision.server]
-        incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._idle_timeout)
+        shared.metrics.decided(account.decision)
+        server, pool = account.decision.server, shared.pools[account.decision.server]
+        incoming.connection.deadline.set(shared.settings.timeouts.first_byte_s, self._idle_timeout)
         estimate_s = account.decision.estimated_ttft_s or 0.0
-        of.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
-        head = request_head(incoming, pool, len(continuation.body), of.via, self._left_out)
+        shared.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
+        head = request_head(incoming, pool, len(continuation.body), shared.via, self._left_out_headers)
         self._call = pool.ask(self, head, continuation.body, True, self._sends)
 
-    def _rest_begins(self, head: ResponseHead) -> None:
+    def _on_continuation_begins(self, head: ResponseHead) -> None:
         account, first = self._account, head.headers.first
         assert account is not None
         is_stream = first.get(b"content-type", b"").startswith(_EVENT_STREAM)
         if head.status != 200 or not is_stream or first.get(b"content-encoding"):
             try:
                 if (fault := fault_of(head.status, b"retry-after" in first)) is not None:
-                    self._of.backends.on_fault(self, account.decision.server, fault, time.monotonic())
-                self._go_on_or_cut(f"it answered {head.status} to the request for the rest")
+                    self._shared.backends.on_fault(self, account.decision.server, fault, time.monotonic())
+                self._continue_or_cut(f"it answered {head.status} to the request for the rest")
             except Exception:
-                self._fault()
+                self._on_exception()
             return
         now_s = time.monotonic()
-        self._of.backends.on_answer(self, account.decision.server, now_s, True, is_whole=False)
-        self._of.deferred.run(partial(self._succeeded, account, now_s))
+        self._shared.backends.on_answer(self, account.decision.server, now_s, True, is_whole=False)
+        self._shared.deferred.run(partial(self._on_first_byte, account, now_s))
 
-    def _cut(self, why: str) -> None:
+    def _cut_response(self, why: str) -> None:
         """End an incomplete response so that it looks incomplete. Between events a stream gets an error event."""
-        connection, reader, response = self.incoming.connection, self._reader, self._head
+        connection, reader, response = self.incoming.connection, self._usage_reader, self._response_head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events and (event := self._error_event(502, why)):
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
-        self._finish()
+        self._end_exchange()
         connection.cut(response.framed)
 
     def _error_event(self, status: int, why: str) -> bytes:
@@ -900,22 +924,22 @@ class Exchange(Attempts):
 
     def _first_byte_timeout(self) -> None:
         # The server may still be computing: another attempt would double the load.
-        first_byte_s = self._of.settings.timeouts.first_byte_s
+        first_byte_s = self._shared.settings.timeouts.first_byte_s
         account = self._account
         assert account is not None
         self._log.why = f"{account.decision.server}: no first byte in {first_byte_s:g} s"
         self._drop_call()
         account.close(time.monotonic())
-        self._fail(ApiError(504, f"no answer from server {self._log.why}"))
+        self._answer_error(ApiError(504, f"no answer from server {self._log.why}"))
 
     def _idle_timeout(self) -> None:
-        idle_s = self._of.settings.timeouts.idle_s
+        idle_s = self._shared.settings.timeouts.idle_s
         self._log.outcome, self._log.why = "timeout", f"the server sent nothing for {idle_s:g} s"
         self._drop_call()
-        self._cut(self._log.why)
+        self._cut_response(self._log.why)
 
     def _client_timeout(self) -> None:
-        self._end_without_response("client-gone", f"it read nothing for {self._of.settings.timeouts.client_s:g} s")
+        self._end_without_response("client-gone", f"it read nothing for {self._shared.settings.timeouts.client_s:g} s")
         self.incoming.connection.abort()
 
     # -- from the client
@@ -926,12 +950,12 @@ class Exchange(Attempts):
     def client_full(self) -> None:
         if self._call is not None and self._state is STREAMING:  # else the previous response fills the buffer
             self._call.pause()
-            self.incoming.connection.deadline.set(self._of.settings.timeouts.client_s, self._client_timeout)
+            self.incoming.connection.deadline.set(self._shared.settings.timeouts.client_s, self._client_timeout)
 
     def client_ready(self) -> None:
         if self._call is not None and self._state is STREAMING:
             self._call.resume()
-            self.incoming.connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
+            self.incoming.connection.deadline.set(self._shared.settings.timeouts.idle_s, self._idle_timeout)
 
     def stop(self) -> None:
         self._end_without_response("stopped", "the router stops")
@@ -940,55 +964,55 @@ class Exchange(Attempts):
     # -- the end
 
     def _end_without_response(self, outcome: str, why: str) -> None:
-        if self._state is QUEUED and self._entry is not None and self._of.room is not None:
-            self._of.room.leave(self._entry)
+        if self._state is QUEUED and self._queue_entry is not None and self._shared.room is not None:
+            self._shared.room.leave(self._queue_entry)
         if self._reading is not None:
             self._reading.cancel()
         self._drop_call()
         self._log.outcome, self._log.why = outcome, why
-        self._finish()
+        self._end_exchange()
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None
+        if self._backoff_timer is not None:
+            self._backoff_timer.cancel()
+            self._backoff_timer = None
         translating, self._translating = self._translating, None
         if translating is not None:
             translating.cancel()
         if call is not None:
             call.close()
         if (call is not None or translating is not None) and self._account is not None:
-            self._of.backends.on_dropped(self, self._account.decision.server, time.monotonic())
+            self._shared.backends.on_dropped(self, self._account.decision.server, time.monotonic())
 
-    def _fault(self) -> None:
+    def _on_exception(self) -> None:
         """Handle an exception. A begun response is cut: an error page would be read as its body."""
         log.exception("%s %s", self.incoming.method, self.incoming.path)
-        self._of.metrics.faults.labels("request").inc()
+        self._shared.metrics.faults.labels("request").inc()
         self._drop_call()
         self._log.outcome = "failed"
-        has_begun = self._reader is not None
+        has_begun = self._usage_reader is not None
         if not has_begun:
             self._log.status = 500
-        self._finish()
+        self._end_exchange()
         if has_begun:
-            self.incoming.connection.cut(self._head is not None and self._head.framed)
+            self.incoming.connection.cut(self._response_head is not None and self._response_head.framed)
         else:
             send_error(self.incoming, internal_error())
 
-    def _finish(self) -> None:
+    def _end_exchange(self) -> None:
         if self._state is ENDED:
             return
         if self._state is ASKING and self._account is not None:  # nothing may have been sent, or it was not answered
-            self._of.backends.on_dropped(self, self._account.decision.server, time.monotonic())
-        self._enter(ENDED)
+            self._shared.backends.on_dropped(self, self._account.decision.server, time.monotonic())
+        self._enter_state(ENDED)
         self.incoming.listener = None
         self.incoming.connection.deadline.clear()
-        self._of.deferred.run(self._close)
+        self._shared.deferred.run(self._close_exchange)
 
-    def _close(self) -> None:
-        if self._is_counted:
-            self._of.retries.on_request_end()
+    def _close_exchange(self) -> None:
+        if self._is_in_retry_budget:
+            self._shared.retries.on_request_end()
         try:
             self._close_account()
         except Exception:
@@ -996,14 +1020,14 @@ class Exchange(Attempts):
             raise
         finally:
             self._translated = None  # it refers to this object
-            if self._kept is not None:
-                self._kept.drop()
-            self._done(self.incoming, self._log)
-            if self._of.room is not None:
-                self._of.room.poll()
+            if self._kept_text is not None:
+                self._kept_text.drop()
+            self._on_end(self.incoming, self._log)
+            if self._shared.room is not None:
+                self._shared.room.poll()
 
     def _close_account(self) -> None:
-        account, response, result, reader = self._account, self._head, self._log, self._reader
+        account, response, result, reader = self._account, self._response_head, self._log, self._usage_reader
         if account is None:
             return
         now_s = time.monotonic()
@@ -1018,15 +1042,15 @@ class Exchange(Attempts):
         if slo is not None and result.outcome == "answered" and result.ttft_s is not None:
             took_s, output_tokens = now_s - result.began_s, None if usage is None else usage.output_tokens
             slo_result = slo_outcome(slo, result.ttft_s, took_s, output_tokens)
-            self._of.metrics.promises.labels(slo_result).inc()
+            self._shared.metrics.promises.labels(slo_result).inc()
             is_slo_met = slo_result == "kept"
-        work = None if usage is None or self._entry is None else self._work_of(usage)
-        if work is not None and self._entry is not None and self._of.room is not None:
-            self._of.room.queue.corrected(self._entry, work)
+        work = None if usage is None or self._queue_entry is None else self._get_work(usage)
+        if work is not None and self._queue_entry is not None and self._shared.room is not None:
+            self._shared.room.queue.corrected(self._queue_entry, work)
         # The usage of a continued stream covers the whole answer; this server's part is unknown.
         account.on_request_end(now_s, None if self._is_continued else usage, is_slo_met)
 
-    def _work_of(self, usage: Usage) -> float | None:
+    def _get_work(self, usage: Usage) -> float | None:
         return usage.work
 
 
@@ -1045,7 +1069,7 @@ def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> Non
         headers += b"Retry-After: %d\r\n" % max(1, error.retry_after_s)
     headers += header_lines(error.headers.items()) + b"Content-Type: application/json\r\n"
     body = body_of_error(incoming.path, error)
-    incoming.connection.respond(error.status, headers, body, close=not incoming.has_come)
+    incoming.connection.respond(error.status, headers, body, close=not incoming.is_body_complete)
 
 
 def internal_error() -> ApiError:
@@ -1095,7 +1119,7 @@ def _key_of_messages(headers: Headers) -> bytes:
 def headers_for_server(
     headers: Headers, client: str, without_key: bool = False, without: frozenset[bytes] = frozenset()
 ) -> bytes:
-    left_out = _NOT_TO_SERVERS_KEYED if without_key else _NOT_TO_SERVERS
+    left_out = _NOT_TO_SERVERS_WITHOUT_KEY if without_key else _NOT_TO_SERVERS
     if without:
         left_out = left_out | without
     if headers.first.get(b"connection", b"").lower() not in _KEEP_OR_CLOSE:

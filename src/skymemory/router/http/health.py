@@ -49,21 +49,21 @@ class HealthWatch:
             backends.server, self._pages.fetch, every_s=backends.health.metrics_every_s, read=backends.reported
         )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
-        self._wanted: dict[str, asyncio.Event] = {}
-        self._reviewing: asyncio.TimerHandle | None = None
+        self._wanted_checks: dict[str, asyncio.Event] = {}
+        self._review_timer: asyncio.TimerHandle | None = None
 
     def check_now(self, name: str) -> None:
         """Check at once, again if a check is under way."""
-        if (wanted := self._wanted.get(name)) is not None:
+        if (wanted := self._wanted_checks.get(name)) is not None:
             wanted.set()
 
     def follow(self) -> None:
-        if self._reviewing is None:
+        if self._review_timer is None:
             self._schedule_review()
         wanted = set(self._backends.known.values())
         self._pages.keep_only([known.backend.url for known in wanted])
-        for name in self._wanted.keys() - self._backends.known.keys():
-            del self._wanted[name]
+        for name in self._wanted_checks.keys() - self._backends.known.keys():
+            del self._wanted_checks[name]
         for known in self._tasks.keys() - wanted:
             self._tasks.pop(known).cancel()
             if known.backend.name not in self._backends.known:
@@ -86,15 +86,15 @@ class HealthWatch:
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        if self._reviewing is not None:
-            self._reviewing.cancel()
-            self._reviewing = None
+        if self._review_timer is not None:
+            self._review_timer.cancel()
+            self._review_timer = None
         await cancel(tasks)
         await self._metrics.close()
         self._pages.close()
 
     def _schedule_review(self) -> None:
-        self._reviewing = asyncio.get_running_loop().call_later(REVIEW_S, self._review)
+        self._review_timer = asyncio.get_running_loop().call_later(REVIEW_S, self._review)
 
     def _review(self) -> None:
         self._schedule_review()
@@ -106,13 +106,13 @@ class HealthWatch:
 
     async def _check_forever(self, known: KnownServer) -> None:
         models_due_s = 0.0
-        wanted = self._wanted.setdefault(known.backend.name, asyncio.Event())
+        wanted = self._wanted_checks.setdefault(known.backend.name, asyncio.Event())
         while True:
             health = self._backends.health
             started_s = time.monotonic()
             wanted.clear()
             try:
-                if await self._is_well(known) and started_s >= models_due_s:
+                if await self._check_and_report(known) and started_s >= models_due_s:
                     # A failed request is not repeated sooner.
                     models_due_s = started_s + health.models_every_s
                     with contextlib.suppress(NoAnswer, ValueError, msgspec.MsgspecError):
@@ -126,13 +126,14 @@ class HealthWatch:
                 async with asyncio.timeout(max(0.0, health.every_s - (time.monotonic() - started_s))):
                     await wanted.wait()
 
-    async def _is_well(self, known: KnownServer) -> bool:
+    async def _check_and_report(self, known: KnownServer) -> bool:
         name, started_s = known.backend.name, time.monotonic()
-        why, is_reached, is_refused = await self._check(known)
+        why, is_reached, is_refused = await self._check_health(known)
         self._backends.on_check(name, why, started_s, time.monotonic(), is_refused=is_refused, is_reached=is_reached)
         return not why
 
-    async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
+    async def _check_health(self, known: KnownServer) -> tuple[str, bool, bool]:
+        """Return a failure's reason (or empty), ``is_reached`` and ``is_refused``."""
         health, access = self._backends.health, self._access.get(known.backend.name, Access())
         try:
             status = await get_status(known.backend.url + health.path, access, health.timeout_s)

@@ -37,10 +37,10 @@ class Listener:
         self._context = context
         self._handshake_s = handshake_s
         self._on_files_short = on_files_short
-        self._is_short = False
+        self._are_files_short = False
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._setup_tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port.
@@ -66,7 +66,7 @@ class Listener:
 
     @property
     def is_setting_up(self) -> bool:
-        return bool(self._beginning)
+        return bool(self._setup_tasks)
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(ACCEPTS):
@@ -75,21 +75,21 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if not self._is_short:
+                if not self._are_files_short:
                     log.error("cannot accept connections for now: %s", os_reason(error))
-                self._is_short = True
+                self._are_files_short = True
                 self._on_files_short()
                 self._loop.remove_reader(listening)
-                self._loop.call_later(PAUSE_S, self._resume, listening)
+                self._loop.call_later(PAUSE_S, self._resume_accepting, listening)
                 return
-            self._is_short = False
-            self._begin(accepted, peer, self._handshake_s())
+            self._are_files_short = False
+            self._begin_connection(accepted, peer, self._handshake_s())
 
-    def _resume(self, listening: socket.socket) -> None:
+    def _resume_accepting(self, listening: socket.socket) -> None:
         if listening in self._sockets:
             self._loop.add_reader(listening, self._accept, listening)
 
-    def _begin(self, accepted: socket.socket, peer: object, handshake_s: float) -> None:
+    def _begin_connection(self, accepted: socket.socket, peer: object, handshake_s: float) -> None:
         accepted.setblocking(False)
         connection = self._connection()
         connection.accepted = accepted
@@ -98,8 +98,8 @@ class Listener:
             accepted.close()
             return
         task = self._loop.create_task(self._set_up(connection, accepted, handshake_s))
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
+        self._setup_tasks.add(task)
+        task.add_done_callback(self._setup_tasks.discard)
 
     async def _set_up(self, connection: HttpConnection, accepted: socket.socket, handshake_s: float) -> None:
         limit_s = None if self._context is None else handshake_s
@@ -124,7 +124,7 @@ class Listener:
                     accepted, peer = listening.accept()
                 except OSError:  # BlockingIOError: the backlog is empty
                     break
-                self._begin(accepted, peer, handshake_s)
+                self._begin_connection(accepted, peer, handshake_s)
             listening.close()
         self._sockets = []
 
@@ -133,5 +133,5 @@ class Listener:
             self._loop.remove_reader(listening)
             listening.close()
         self._sockets = []
-        for task in list(self._beginning):
+        for task in list(self._setup_tasks):
             task.cancel()

@@ -36,9 +36,9 @@ requests_log = logging.getLogger("skymemory.router.requests")
 JSON = b"Content-Type: application/json\r\n"
 METRICS_TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 MAX_UNREAD_BYTES = 256 << 20
-_KEPT_IDLE = 8
+_MAX_SKIPPED_IDLE = 8
 """Idle connections that an eviction may skip: their next request has arrived."""
-_FREED = 4
+_MAX_FREED_FILES = 4
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 
 
@@ -61,14 +61,14 @@ class Proxy:
         self.table: ConnectionTable[HttpConnection] = ConnectionTable(LEAST_CONNECTIONS)
         self.arriving: HeldBytes[Incoming | HttpConnection] = HeldBytes(0)
         self.unread: HeldBytes[HttpConnection] = HeldBytes(MAX_UNREAD_BYTES)
-        self._slots = SharedLimit(0)
+        self._request_slots = SharedLimit(0)
         self.metrics = exchanges.metrics
         self.backends = exchanges.backends
         self._scheduler = exchanges.scheduler
         self._reader = exchanges.reader
         self._health = health
         self._prefix_state = prefix_state
-        self._exchange = exchange
+        self._make_exchange = exchange
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = exchanges.access
         exchanges.pools.on_files_short = self.close_idle
@@ -77,7 +77,7 @@ class Proxy:
             exchanges.on_tokens = roles.record_tokens
         self._queue = RequestQueue(settings.queue)
         self.metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
-        self._room = WaitingRoom(self._queue, self._has_room, asyncio.get_running_loop())
+        self._waiting_room = WaitingRoom(self._queue, self._has_room, asyncio.get_running_loop())
         self._configure(settings, self._access.read(settings))
 
     def reset(self, settings: Settings) -> None:
@@ -99,10 +99,10 @@ class Proxy:
         weights = weights_of("weights", settings.admission.options.get("weights", {}))
         self._queue.configure(settings.queue, {**self._access.weights, **weights})
         self._exchanges.retries.share, self._exchanges.retries.floor = settings.retries.budget, settings.retries.floor
-        self._exchanges.room = self._room if settings.queue.most_requests else None
+        self._exchanges.room = self._waiting_room if settings.queue.most_requests else None
         self._reader.max_body_bytes = self.max_body_bytes = settings.limits.max_body_bytes
         self.arriving.limit.most = settings.limits.most_held_bytes
-        self._slots.most = settings.limits.max_in_flight
+        self._request_slots.most = settings.limits.max_in_flight
         self.table.most = client_connections(open_files(), len(settings.backends), 2 if settings.splits else 1)
         self.client_s = settings.timeouts.client_s
         self.head_s = min(settings.timeouts.head_s, self.client_s)
@@ -121,7 +121,7 @@ class Proxy:
             connection.last_call()
 
     def stop(self) -> None:
-        self._room.close()
+        self._waiting_room.close()
         for connection in list(self.connections):
             current = connection.current
             if current is not None and current.listener is not None:
@@ -140,7 +140,7 @@ class Proxy:
         while table.is_over:
             seat = table.victim(now_s)
             is_idle = seat is not None and seat.state in (State.IDLE, State.KEPT)
-            if seat is not None and is_idle and skipped < _KEPT_IDLE and seat.owner.has_input():
+            if seat is not None and is_idle and skipped < _MAX_SKIPPED_IDLE and seat.owner.has_input():
                 skipped += 1
                 table.mark_idle(seat, now_s)  # the kernel has its next request
                 continue
@@ -149,7 +149,7 @@ class Proxy:
 
     def close_idle(self) -> None:
         now_s = time.monotonic()
-        for _ in range(_FREED):
+        for _ in range(_MAX_FREED_FILES):
             seat = self.table.victim(now_s)
             if seat is None:
                 return
@@ -193,7 +193,7 @@ class Proxy:
             elif self._goes_to_server(request.path):
                 self._forward(request)
             else:
-                self._own(request)
+                self._answer_own_page(request)
         except Exception:
             log.exception("%s %s", request.method, request.path)
             self.metrics.faults.labels("request").inc()
@@ -208,7 +208,7 @@ class Proxy:
         if b"via" in request.headers.first and (looped := self._exchanges.via.refusal(request.headers)) is not None:
             self.refuse(request, looped)
             return
-        slots, holder = self._slots, request.holder
+        slots, holder = self._request_slots, request.holder
         if not slots.take(holder):
             if not self._drop_slow_reader(holder):
                 message = (
@@ -218,14 +218,14 @@ class Proxy:
                 self.refuse(request, ApiError(429, message, retry_after_s=1))
                 return
             slots.change(holder, 1)
-        self._exchange(self._exchanges, request, self._done).begin()
+        self._make_exchange(self._exchanges, request, self._on_exchange_end).begin()
 
     def _drop_slow_reader(self, holder: str) -> bool:
         """Free a slot by evicting a client that does not read."""
         seat = self.table.slow_reader(time.monotonic())
         if seat is None or seat.owner.current is None:
             return False
-        if seat.owner.current.holder != holder and self._slots.held < self._slots.most:
+        if seat.owner.current.holder != holder and self._request_slots.held < self._request_slots.most:
             return False  # the holder itself has too many
         self.evicted("in_flight")
         seat.owner.evict()
@@ -233,10 +233,10 @@ class Proxy:
 
     @property
     def in_flight(self) -> int:
-        return self._slots.held
+        return self._request_slots.held
 
-    def _done(self, request: Incoming, result: RequestLog) -> None:
-        self._slots.change(request.holder, -1)
+    def _on_exchange_end(self, request: Incoming, result: RequestLog) -> None:
+        self._request_slots.change(request.holder, -1)
         self._on_request_end(request, result)
 
     def _on_request_end(self, request: Incoming, result: RequestLog) -> None:
@@ -260,7 +260,7 @@ class Proxy:
 
     # -- the router's own pages
 
-    def _own(self, request: Incoming) -> None:
+    def _answer_own_page(self, request: Incoming) -> None:
         path, connection = request.path, request.connection
         if path == "/health":
             connection.respond(200, JSON, b"{}")
@@ -276,7 +276,7 @@ class Proxy:
             connection.respond(200, METRICS_TEXT, self.metrics.text())
         else:
             which = unquote(path.removeprefix("/v1/models").lstrip("/"))  # "org/model" comes as "org%2Fmodel"
-            self._spawn(self._models(request, which))
+            self._spawn(self._answer_models(request, which))
 
     def readiness(self) -> tuple[bool, list[str]]:
         """Return True if requests can be served, and the servers' problems."""
@@ -294,7 +294,7 @@ class Proxy:
             reasons.append("no server is configured")
         return able > 0 and not self.draining, reasons
 
-    async def _models(self, request: Incoming, which: str) -> None:
+    async def _answer_models(self, request: Incoming, which: str) -> None:
         silent = [known for known in self.backends.known.values() if known.server.takes_requests and not known.models]
         answers = await asyncio.gather(*(self._health.models_of(known) for known in silent), return_exceptions=True)
         for known, listed in zip(silent, answers, strict=True):

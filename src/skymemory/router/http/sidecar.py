@@ -66,34 +66,34 @@ def host_port(host: str, port: int) -> str:
 
 
 class SidecarExchange(TwoStepExchange):
-    _left_out = PREFILLER_HEADERS | {_DATA_PARALLEL}
+    _left_out_headers = PREFILLER_HEADERS | {_DATA_PARALLEL}
 
     def __init__(
         self,
         prefillers: NamedPrefillers,
-        of: Exchanges,
+        shared: Exchanges,
         incoming: Incoming,
         done: Callable[[Incoming, RequestLog], None],
     ) -> None:
-        super().__init__(of, incoming, done)
+        super().__init__(shared, incoming, done)
         self._prefillers = prefillers
-        self._named: list[tuple[str, int]] = []
+        self._named_prefillers: list[tuple[str, int]] = []
 
     def begin(self) -> None:
         try:
-            self._named = self._read_named()
+            self._named_prefillers = self._read_named_prefillers()
         except ApiError as error:
-            self._fail(error)
+            self._answer_error(error)
             return
         super().begin()
 
-    def _read_named(self) -> list[tuple[str, int]]:
+    def _read_named_prefillers(self) -> list[tuple[str, int]]:
         headers = self.incoming.headers
         values = headers.all_of(_OLD) or headers.all_of(_NEW)
         words = [word.strip() for value in values for word in value.decode("latin-1").split(",") if word.strip()]
         if len(words) > MAX_NAMED:
             raise ApiError(400, f"{_OLD.decode()} names {len(words)} servers; at most {MAX_NAMED} are allowed")
-        allowed = _allow_list(self._of.settings.sidecar.prefillers)
+        allowed = _allow_list(self._shared.settings.sidecar.prefillers)
         prefillers = []
         for word in words:
             try:
@@ -108,24 +108,26 @@ class SidecarExchange(TwoStepExchange):
         return prefillers
 
     @property
-    def _is_last(self) -> bool:
+    def _has_no_retry_left(self) -> bool:
         return True  # there is only one engine: even its 503 is passed on
 
     @property
-    def _split_from(self) -> int:
+    def _split_from_tokens(self) -> int:
         return 0  # the picker has decided, and counts a prefill if it named a server
 
-    def _split(self) -> None:
-        local = {known.backend.url for known in self._of.backends.known.values()}
-        if not self._named or any(f"http://{host_port(*named)}" in local for named in self._named[:1]):
-            self._serve_alone("no-header")
+    def _split_if_possible(self) -> None:
+        local = {known.backend.url for known in self._shared.backends.known.values()}
+        if not self._named_prefillers or any(
+            f"http://{host_port(*named)}" in local for named in self._named_prefillers[:1]
+        ):
+            self._choose_single_server("no-header")
         else:
-            super()._split()
+            super()._split_if_possible()
 
-    def _prefill_servers(self) -> Collection[str]:
-        connect_s = self._of.settings.timeouts.connect_s
-        for host, port in self._named:
-            if host_port(host, port) not in self._tried:
+    def _get_prefill_servers(self) -> Collection[str]:
+        connect_s = self._shared.settings.timeouts.connect_s
+        for host, port in self._named_prefillers:
+            if host_port(host, port) not in self._tried_servers:
                 return {self._prefillers.member(host, port, connect_s)}
         return ()
 
@@ -145,9 +147,9 @@ class SidecarProxy(Proxy):
     def _goes_to_server(self, path: str) -> bool:
         return path not in _OWN_PAGES
 
-    def _own(self, request: Incoming) -> None:
+    def _answer_own_page(self, request: Incoming) -> None:
         request.path = request.path.removeprefix(OWN)
-        super()._own(request)
+        super()._answer_own_page(request)
 
     def _on_request_end(self, request: Incoming, result: RequestLog) -> None:
         if request.path not in PROMPT_PATHS:

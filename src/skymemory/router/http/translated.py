@@ -21,30 +21,30 @@ _OF_BODY = frozenset((b"content-length", b"content-type", b"content-encoding", b
 
 class MissingApis:
     def __init__(self) -> None:
-        self._until_s: dict[tuple[str, str], float] = {}
-        self._there: set[tuple[str, str]] = set()
+        self._missing_until_s: dict[tuple[str, str], float] = {}
+        self._served_apis: set[tuple[str, str]] = set()
         """APIs that have answered: a 404 concerns a model."""
 
     def is_missing(self, server: str, path: str, now_s: float) -> bool:
-        until_s = self._until_s.get((server, path))
+        until_s = self._missing_until_s.get((server, path))
         if until_s is None or now_s < until_s:
             return until_s is not None
-        del self._until_s[server, path]
+        del self._missing_until_s[server, path]
         return False
 
     def is_there(self, server: str, path: str) -> bool:
-        return (server, path) in self._there
+        return (server, path) in self._served_apis
 
     def on_answer(self, server: str, path: str) -> None:
-        self._there.add((server, path))
+        self._served_apis.add((server, path))
 
     def learn(self, server: str, path: str, now_s: float) -> None:
-        self._until_s[server, path] = now_s + FORGET_S
+        self._missing_until_s[server, path] = now_s + FORGET_S
 
     def forget(self, server: str) -> None:
-        for server_path in [server_path for server_path in self._until_s if server_path[0] == server]:
-            del self._until_s[server_path]
-        self._there = {server_path for server_path in self._there if server_path[0] != server}
+        for server_path in [server_path for server_path in self._missing_until_s if server_path[0] == server]:
+            del self._missing_until_s[server_path]
+        self._served_apis = {server_path for server_path in self._served_apis if server_path[0] != server}
 
 
 class TranslatedResponse:
@@ -54,7 +54,7 @@ class TranslatedResponse:
         self._on_fault = on_fault
         self._receiver = receiver
         self._translation = translation
-        self._head: ResponseHead | None = None
+        self._response_head: ResponseHead | None = None
         self._stream: StreamTranslation | None = None
         self._pieces: list[bytes] = []
         self._size_bytes = 0
@@ -67,21 +67,21 @@ class TranslatedResponse:
             self._stream = self._translation.stream()
         kind = b"text/event-stream; charset=utf-8" if is_stream else b"application/json"
         headers.append((b"Content-Type", kind))
-        self._head = ResponseHead(head.status, head.reason, Headers(headers))
-        self._head.chunked = self._head.framed = is_stream
+        self._response_head = ResponseHead(head.status, head.reason, Headers(headers))
+        self._response_head.chunked = self._response_head.framed = is_stream
         if first.get(b"content-encoding", b"identity") != b"identity":
-            self._fail("its answer is compressed, though it was asked for one that is not")
+            self._report_failure("its answer is compressed, though it was asked for one that is not")
             return
-        self._receiver.response_begins(self._head)
+        self._receiver.response_begins(self._response_head)
 
     def response_data(self, piece: bytes, at_end: bool) -> None:
         try:
-            self._read(piece, at_end)
+            self._pass_on_translated(piece, at_end)
         except Exception:
-            self._drop()
+            self._close_call()
             self._on_fault()
 
-    def _read(self, piece: bytes, at_end: bool) -> None:
+    def _pass_on_translated(self, piece: bytes, at_end: bool) -> None:
         stream = self._stream
         if stream is None:
             self._collect(piece, at_end)
@@ -91,7 +91,7 @@ class TranslatedResponse:
             translated += stream.end()
         if stream.has_ended and not at_end:
             # Do not wait for data after the last event.
-            self._drop()
+            self._close_call()
             at_end = True
         if translated or at_end:
             self._receiver.response_data(translated, at_end)
@@ -106,10 +106,10 @@ class TranslatedResponse:
     def _collect(self, piece: bytes, at_end: bool) -> None:
         self._pieces.append(piece)
         self._size_bytes += len(piece)
-        head = self._head
+        head = self._response_head
         assert head is not None
         if self._size_bytes > MAX_ANSWER_BYTES:
-            self._fail(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+            self._report_failure(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
         elif at_end:
             answer = b"".join(self._pieces)
             try:
@@ -119,16 +119,16 @@ class TranslatedResponse:
                     else self._translation.error(head.status, answer)
                 )
             except UnreadableAnswer as error:
-                self._fail(f"its answer is no chat completion: {error}")
+                self._report_failure(f"its answer is no chat completion: {error}")
                 return
             head.headers = Headers([*head.headers.raw, (b"Content-Length", b"%d" % len(translated))])
             head.framed = True
             self._receiver.response_data(translated, True)
 
-    def _fail(self, why: str) -> None:
-        self._drop()
+    def _report_failure(self, why: str) -> None:
+        self._close_call()
         self._receiver.response_failed(UpstreamError(why))
 
-    def _drop(self) -> None:
+    def _close_call(self) -> None:
         if self.call is not None:
             self.call.close()

@@ -71,113 +71,114 @@ _SERVER_TROUBLE = frozenset((408, 429))
 
 
 class TwoStepExchange(Exchange):
-    """A request with up to two calls: while ``ASKING``, to a prefill server (``_prefill``), then to a decode server
-    (``_call``); with ``overlap`` to both. The account of a split request is a ``PairAccount``.
+    """A request with up to two calls: while ``ASKING``, to a prefill server (``_prefill_call``), then to a decode
+    server (``_call``); with ``overlap`` to both. The account of a split request is a ``PairAccount``.
     """
 
-    _left_out = PREFILLER_HEADERS
-    _fields: Fields | None = None
+    _left_out_headers = PREFILLER_HEADERS
+    _split_fields: Fields | None = None
     """Body fields of a split request."""
-    _prefill: _PrefillCall | None = None
-    _params: msgspec.Raw | None = None
+    _prefill_call: _PrefillCall | None = None
+    _kv_transfer_params: msgspec.Raw | None = None
     _prefill_retries = 0
     _decode_retries = 0
     _prefill_sends: Sends | None = None
-    _prefill_pause: asyncio.TimerHandle | None = None
-    _is_streamed = False
+    _prefill_backoff_timer: asyncio.TimerHandle | None = None
+    _wants_stream = False
     _request_id = b""
     _prefill_usage: Usage | None = None
-    _since_s: float | None = None
+    _last_tokens_s: float | None = None
     """Time of its last tokens; unstreamed: start of decoding."""
 
     # -- the pair
 
-    def _pick(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
-        of, request = self._of, self._request
-        if before is None and self._scheduler is of.scheduler:
-            self._split()
-        if self._fields is not None:
-            avoid = self._avoided(now_s)
-            decoding = of.backends.able(request, (), 0, avoid)
-            if few := lacking_few(self._scheduler, request, decoding, self._split_from):
-                self._serve_alone("few-tokens")
+    def _pick_server(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
+        shared, request = self._shared, self._request
+        if before is None and self._scheduler is shared.scheduler:
+            self._split_if_possible()
+        if self._split_fields is not None:
+            avoid = self._get_avoided_servers(now_s)
+            decoding = shared.backends.able(request, (), 0, avoid)
+            if few := lacking_few(self._scheduler, request, decoding, self._split_from_tokens):
+                self._choose_single_server("few-tokens")
                 return self._scheduler.place(request, now_s, few)
-            able = self._prefill_servers()
-            limits = of.settings.limits
-            if of.backends.has_prefill(able) or of.backends.full(request, limits.max_waiting or 1 << 30):
+            able = self._get_prefill_servers()
+            limits = shared.settings.limits
+            if shared.backends.has_prefill(able) or shared.backends.full(request, limits.max_waiting or 1 << 30):
                 # The answer to step 1 marks the end of the prefill, streamed or not.
                 self._request = replace(request, streams=True)
                 return self._scheduler.place(self._request, now_s, able, decoding)
-            if not of.settings.disaggregation.fallback:
+            if not shared.settings.disaggregation.fallback:
                 raise NoServer("no prefill server takes requests, and `disaggregation: fallback` is off")
-            self._serve_alone("no-prefill-server")
-        able = of.backends.alone(request, self._tried, self._avoided(now_s))
+            self._choose_single_server("no-prefill-server")
+        able = shared.backends.alone(request, self._tried_servers, self._get_avoided_servers(now_s))
         if before is None:
             return self._scheduler.place(request, now_s, able)
         return self._scheduler.place_again(before, now_s, able)
 
-    def _split(self) -> None:
+    def _split_if_possible(self) -> None:
         fields = fields_of(self.incoming.body)
         if fields is None or (why := why_whole(self.incoming.path, fields)):
             log.debug("served by one server, because of its field %s", "" if fields is None else why)
-            self._serve_alone("whole")
+            self._choose_single_server("whole")
             return
-        self._fields, self._is_streamed = fields, self._request.streams
+        self._split_fields, self._wants_stream = fields, self._request.streams
 
-    def _serve_alone(self, reason: str) -> None:
-        self._of.metrics.alone.labels(reason).inc()
-        self._fields = None
-        assert self._of.alone is not None
-        self._scheduler = self._of.alone
+    def _choose_single_server(self, reason: str) -> None:
+        self._shared.metrics.alone.labels(reason).inc()
+        self._split_fields = None
+        assert self._shared.alone is not None
+        self._scheduler = self._shared.alone
 
     @property
-    def _split_from(self) -> int:
-        return self._of.settings.disaggregation.split_from
+    def _split_from_tokens(self) -> int:
+        return self._shared.settings.disaggregation.split_from
 
-    def _prefill_servers(self) -> Collection[str] | None:
-        of = self._of
-        avoid = self._avoided(time.monotonic())
-        return of.backends.able(self._request, self._tried, of.settings.limits.max_waiting, avoid)
+    def _get_prefill_servers(self) -> Collection[str] | None:
+        """Return the servers to choose from; None: all."""
+        shared = self._shared
+        avoid = self._get_avoided_servers(time.monotonic())
+        return shared.backends.able(self._request, self._tried_servers, shared.settings.limits.max_waiting, avoid)
 
-    def _send(self, placement: ScheduledRequest) -> None:
-        if self._fields is None:
-            super()._send(placement)
+    def _send_to_server(self, placement: ScheduledRequest) -> None:
+        if self._split_fields is None:
+            super()._send_to_server(placement)
             return
-        self._of.metrics.two_steps.inc()
+        self._shared.metrics.two_steps.inc()
         self._account = account = PairAccount(self._scheduler, placement, time.monotonic())
         self._request_id = b"" if b"x-request-id" in self.incoming.headers.first else uuid.uuid4().hex.encode()
         self._log.prefill = account.prefill
-        self._ask_prefill(account)
-        if self._of.settings.disaggregation.handover == OVERLAP:
-            self._params = ASKS_FOR_KV
-            self._ask_decode(account)
+        self._send_prefill(account)
+        if self._shared.settings.disaggregation.handover == OVERLAP:
+            self._kv_transfer_params = ASKS_FOR_KV
+            self._send_decode(account)
 
-    def _head_for(self, pool: Pool, body: bytes, without: frozenset[bytes]) -> bytes:
-        head = request_head(self.incoming, pool, len(body), self._of.via, without)
+    def _get_request_head(self, pool: Pool, body: bytes, without: frozenset[bytes]) -> bytes:
+        head = request_head(self.incoming, pool, len(body), self._shared.via, without)
         # Both steps carry the same id, to find them in the engines' logs.
         return head[:-2] + b"X-Request-Id: %s\r\n\r\n" % self._request_id if self._request_id else head
 
     # -- step 1
 
-    def _ask_prefill(self, account: PairAccount) -> None:
-        assert self._fields is not None
-        body = prefill_body(self._fields)
+    def _send_prefill(self, account: PairAccount) -> None:
+        assert self._split_fields is not None
+        body = prefill_body(self._split_fields)
         server = account.prefill.server
-        pool = self._of.pools[server]
-        head = self._head_for(pool, body, self._left_out | _READ_HERE)
+        pool = self._shared.pools[server]
+        head = self._get_request_head(pool, body, self._left_out_headers | _READ_HERE)
         now_s, estimate_s = time.monotonic(), account.prefill.estimated_ttft_s or 0.0
-        self._of.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
+        self._shared.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
         if self._prefill_sends is None:
             self._prefill_sends = Sends(self._sends.most)
-        self._prefill = _PrefillCall(self, server, self._of.settings.disaggregation.prefill_s)
-        self._prefill.ask(pool, head, body, self._prefill_sends)
+        self._prefill_call = _PrefillCall(self, server, self._shared.settings.disaggregation.prefill_s)
+        self._prefill_call.ask(pool, head, body, self._prefill_sends)
 
     def prefill_answered(self, server: str, head: ResponseHead, body: bytes) -> None:
         status = head.status
         if not 200 <= status < 300:
             is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE and not refuses_params(body)
-            if is_of_request and status not in self._of.settings.retries.statuses:
-                self._answer_as_prefill(server, head, body)
+            if is_of_request and status not in self._shared.settings.retries.statuses:
+                self._answer_client_error(server, head, body)
             else:
                 fault = fault_of(status, b"retry-after" in head.headers.first) or Fault.GATEWAY
                 why = f"it answered {status}" + " to kv_transfer_params" * refuses_params(body)
@@ -188,84 +189,86 @@ class TwoStepExchange(Exchange):
             why = "its answer is not one to a prefill: expected JSON with kv_transfer_params"
             self.prefill_failed(server, why, Fault.GATEWAY)
             return
-        of, account, now_s = self._of, self._pair, time.monotonic()
-        self._prefill, self._prefill_usage = None, answer.usage
-        of.backends.on_answer(self, server, now_s)
+        shared, account, now_s = self._shared, self._pair, time.monotonic()
+        self._prefill_call, self._prefill_usage = None, answer.usage
+        shared.backends.on_answer(self, server, now_s)
         if answer.usage is not None and answer.usage.cached_tokens is not None:
-            figures = of.metrics.of(server)
+            figures = shared.metrics.of(server)
             figures.reported_tokens += answer.usage.prompt_tokens
             figures.cached_tokens += answer.usage.cached_tokens
         if self._state is STREAMING:
             account.first_byte(now_s)  # it decodes already, so the admission rule must not refuse it
         refusal = account.prefilled(now_s, answer.usage)
         if refusal is not None:
-            of.metrics.prefilled(server, "wasted")
+            shared.metrics.prefilled(server, "wasted")
             self._drop_call()
-            self._refuse(Overloaded(refusal))
+            self._answer_refusal(Overloaded(refusal))
             return
-        of.metrics.prefilled(server, "no-params" if answer.params is None else "handed-over")
-        self._continue(account, answer.params)
+        shared.metrics.prefilled(server, "no-params" if answer.params is None else "handed-over")
+        self._continue_with_decode(account, answer.params)
 
     def prefill_failed(self, server: str, why: str, fault: Fault | None) -> None:
         """Try another prefill server, or do without. ``fault``: None for a timeout."""
-        of, result, now_s = self._of, self._log, time.monotonic()
-        self._prefill = None
-        of.metrics.prefilled(server, "failed")
+        shared, result, now_s = self._shared, self._log, time.monotonic()
+        self._prefill_call = None
+        shared.metrics.prefilled(server, "failed")
         if fault is None:
-            of.backends.on_dropped(self, server, now_s)
+            shared.backends.on_dropped(self, server, now_s)
         else:
-            of.backends.on_fault(self, server, fault, now_s)
-        self._tried.add(server)
+            shared.backends.on_fault(self, server, fault, now_s)
+        self._tried_servers.add(server)
         result.why = f"{server}: {why}"
         sends = self._prefill_sends
-        is_last = self._prefill_retries >= of.settings.retries.most or sends is None or not sends.remaining
-        if self._state is STREAMING or is_last or (fault is not None and not self._may_spend(fault, server)):
-            self._do_without_prefill()
+        is_last = self._prefill_retries >= shared.settings.retries.most or sends is None or not sends.remaining
+        if self._state is STREAMING or is_last or (fault is not None and not self._take_from_budget(fault, server)):
+            self._continue_without_prefill()
         else:
             self._prefill_retries += 1
             wait_s = 0.0
             if fault is None or RULES[fault].backs_off:
-                wait_s = backoff_s(self._prefill_retries, FIRST_S, MOST_S, of.random.random)
+                wait_s = backoff_s(self._prefill_retries, FIRST_S, MOST_S, shared.random.random)
             if wait_s:
-                again = partial(self._ask_prefill_again, server)
-                self._prefill_pause = asyncio.get_running_loop().call_later(wait_s, again)
+                again = partial(self._retry_prefill, server)
+                self._prefill_backoff_timer = asyncio.get_running_loop().call_later(wait_s, again)
             else:
-                self._ask_prefill_again(server)
+                self._retry_prefill(server)
 
-    def _ask_prefill_again(self, failed: str) -> None:
-        self._prefill_pause = None
-        of, account, result = self._of, self._pair, self._log
+    def _retry_prefill(self, failed: str) -> None:
+        self._prefill_backoff_timer = None
+        shared, account, result = self._shared, self._pair, self._log
         try:
             if self._state is STREAMING:
                 raise NoServer("the decode server has answered by itself")
-            account.prefill_again(time.monotonic(), self._prefill_servers())
+            account.prefill_again(time.monotonic(), self._get_prefill_servers())
         except NoServer:
-            self._do_without_prefill()
+            self._continue_without_prefill()
         except Exception:
-            self._fault()
+            self._on_exception()
         else:
             result.retries += 1
-            of.metrics.of(failed).retries += 1
+            shared.metrics.of(failed).retries += 1
             result.prefill = account.prefill
-            of.metrics.decided(account.prefill)
-            self._ask_prefill(account)
+            shared.metrics.decided(account.prefill)
+            self._send_prefill(account)
 
-    def _do_without_prefill(self) -> None:
-        of, account, result = self._of, self._pair, self._log
+    def _continue_without_prefill(self) -> None:
+        shared, account, result = self._shared, self._pair, self._log
         account.prefill_lost(time.monotonic())
         if self._state is STREAMING:
             return  # the decode server has answered by itself
-        if not of.settings.disaggregation.fallback:
+        if not shared.settings.disaggregation.fallback:
             self._drop_call()
-            self._fail(ApiError(502, f"no prefill from server {result.why}, and `disaggregation: fallback` is off"))
+            self._answer_error(
+                ApiError(502, f"no prefill from server {result.why}, and `disaggregation: fallback` is off")
+            )
             return
-        of.metrics.alone.labels("prefill-failed").inc()
-        self._continue(account, None)
+        shared.metrics.alone.labels("prefill-failed").inc()
+        self._continue_with_decode(account, None)
 
-    def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
-        if self._of.room is not None:
-            self._of.deferred.run(self._of.room.poll)  # a prefill server has room now
-        self._params = params
+    def _continue_with_decode(self, account: PairAccount, params: msgspec.Raw | None) -> None:
+        if self._shared.room is not None:
+            self._shared.deferred.run(self._shared.room.poll)  # a prefill server has room now
+        self._kv_transfer_params = params
         if self._state is STREAMING:
             return
         if self._state is PAUSED:
@@ -275,15 +278,15 @@ class TwoStepExchange(Exchange):
             call.close()  # it waits for values that will not arrive
             self._sends.most += 1  # the next send is another request
         if self._call is None:
-            self._ask_decode(account)
-        elif not self._is_streamed:
-            self._since_s = time.monotonic()
-            account.first_byte(self._since_s)
+            self._send_decode(account)
+        elif not self._wants_stream:
+            self._last_tokens_s = time.monotonic()
+            account.first_byte(self._last_tokens_s)
 
-    def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
-        self._prefill = None
-        self._of.backends.on_answer(self, server, time.monotonic(), is_good=False)
-        self._of.metrics.prefilled(server, "client-error")
+    def _answer_client_error(self, server: str, head: ResponseHead, body: bytes) -> None:
+        self._prefill_call = None
+        self._shared.backends.on_answer(self, server, time.monotonic(), is_good=False)
+        self._shared.metrics.prefilled(server, "client-error")
         if self._state is STREAMING:
             self._pair.prefill_lost(time.monotonic())
             return
@@ -295,7 +298,7 @@ class TwoStepExchange(Exchange):
         headers = b"Content-Type: %s\r\n" % content_type
         if incoming.headers.first.get(DECISION_HEADER.encode()):
             headers += decision_line(self._pair)
-        self._finish()
+        self._end_exchange()
         incoming.connection.respond(head.status, headers, body)
 
     # -- step 2
@@ -306,85 +309,89 @@ class TwoStepExchange(Exchange):
         assert isinstance(account, PairAccount)
         return account
 
-    def _ask_decode(self, account: PairAccount) -> None:
-        assert self._fields is not None
-        params, incoming, of = self._params, self.incoming, self._of
-        body = incoming.body if params is None else decode_body(self._fields, params)
-        pool = of.pools[account.decision.server]
-        incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head, self._log.decision, self._fault_of_answer = None, account.decision, None
-        kind = DECODED if self._is_streamed else WHOLE
-        of.backends.policy.on_sent(self, account.decision.server, time.monotonic(), 0.0, kind)
-        if self._prefill is None and not self._is_streamed:
-            self._since_s = time.monotonic()
-            account.first_byte(self._since_s)
-        self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body, True, self._sends)
+    def _send_decode(self, account: PairAccount) -> None:
+        assert self._split_fields is not None
+        params, incoming, shared = self._kv_transfer_params, self.incoming, self._shared
+        body = incoming.body if params is None else decode_body(self._split_fields, params)
+        pool = shared.pools[account.decision.server]
+        incoming.connection.deadline.set(shared.settings.timeouts.first_byte_s, self._first_byte_timeout)
+        self._response_head, self._log.decision, self._answer_fault = None, account.decision, None
+        kind = DECODED if self._wants_stream else WHOLE
+        shared.backends.policy.on_sent(self, account.decision.server, time.monotonic(), 0.0, kind)
+        if self._prefill_call is None and not self._wants_stream:
+            self._last_tokens_s = time.monotonic()
+            account.first_byte(self._last_tokens_s)
+        self._call = pool.ask(self, self._get_request_head(pool, body, self._left_out_headers), body, True, self._sends)
 
-    def _begin(self, piece: bytes, at_end: bool) -> None:
-        head = self._head
-        has_params = self._fields is not None and self._params is not None
-        may_do_without = has_params and self._of.settings.disaggregation.fallback
+    def _begin_response(self, piece: bytes, at_end: bool) -> None:
+        head = self._response_head
+        has_params = self._split_fields is not None and self._kv_transfer_params is not None
+        may_do_without = has_params and self._shared.settings.disaggregation.fallback
         if may_do_without and head is not None and 400 <= head.status < 500 and refuses_params(piece):
             # The server has no connector, or a different connector. The client's request itself is valid.
-            self._of.metrics.alone.labels("params-refused").inc()
-            call, self._call, self._params = self._call, None, None
+            self._shared.metrics.alone.labels("params-refused").inc()
+            call, self._call, self._kv_transfer_params = self._call, None, None
             if call is not None:
                 call.close()
             self._sends.most += 1  # the next send is another request
-            self._ask_decode(self._pair)
+            self._send_decode(self._pair)
             return
-        super()._begin(piece, at_end)
+        super()._begin_response(piece, at_end)
 
     @property
-    def _is_last(self) -> bool:
-        if self._fields is None:
-            return super()._is_last
-        return self._decode_retries >= self._of.settings.retries.most or not self._sends.remaining
+    def _has_no_retry_left(self) -> bool:
+        if self._split_fields is None:
+            return super()._has_no_retry_left
+        return self._decode_retries >= self._shared.settings.retries.most or not self._sends.remaining
 
     @property
-    def _may_wait(self) -> bool:
-        return self._fields is None
+    def _may_queue_again(self) -> bool:
+        return self._split_fields is None
 
     def _end_attempt(self, account: RequestAccount) -> None:
-        if self._fields is None:
+        if self._split_fields is None:
             super()._end_attempt(account)
         else:
             self._drop_call()  # the pair stays booked: its prefill also serves the next decode server
 
     def _count_retry(self, server: str, fault: Fault) -> None:
         super()._count_retry(server, fault)
-        if self._fields is not None:
+        if self._split_fields is not None:
             self._decode_retries += 1
 
-    def _try_again(self) -> None:
-        if self._fields is None:
-            super()._try_again()
+    def _send_again(self) -> None:
+        if self._split_fields is None:
+            super()._send_again()
             return
-        self._enter(ASKING)
-        of, account, now_s = self._of, self._pair, time.monotonic()
+        self._enter_state(ASKING)
+        shared, account, now_s = self._shared, self._pair, time.monotonic()
         try:
-            account.decode_again(now_s, of.backends.able(self._request, self._tried, 0, self._avoided(now_s)))
+            account.decode_again(
+                now_s, shared.backends.able(self._request, self._tried_servers, 0, self._get_avoided_servers(now_s))
+            )
         except NoServer:
-            self._fail(self._no_answer(", and no other takes requests"))
+            self._answer_error(self._get_no_answer_error(", and no other takes requests"))
             return
-        self._ask_decode(account)
+        self._send_decode(account)
 
-    def _place_rest(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
+    def _place_continuation(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation at a single server: the KV values went to the failed server."""
-        if self._fields is not None:
-            prefill, self._prefill = self._prefill, None
+        if self._split_fields is not None:
+            prefill, self._prefill_call = self._prefill_call, None
             if prefill is not None:
                 prefill.drop()
-                self._of.metrics.prefilled(prefill.server, "dropped")
-            self._serve_alone("stream-continued")
-        able = self._able_to_continue(self._of.backends.alone(self._request, self._tried), continuation)
+                self._shared.metrics.prefilled(prefill.server, "dropped")
+            self._choose_single_server("stream-continued")
+        able = self._get_servers_for_continuation(
+            self._shared.backends.alone(self._request, self._tried_servers), continuation
+        )
         placement = self._scheduler.place(self._request, now_s, able)
         if isinstance(placement, Refusal):
             raise NoServer(placement.reason)
         return placement
 
     def move_on(self, server: str, why: str) -> None:
-        prefill = self._prefill
+        prefill = self._prefill_call
         if prefill is None or prefill.server != server:
             super().move_on(server, why)
             return
@@ -392,29 +399,29 @@ class TwoStepExchange(Exchange):
         try:
             self.prefill_failed(server, f"it was ejected ({why})", Fault.SILENT)
         except Exception:
-            self._fault()
+            self._on_exception()
 
-    def _pass_on(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
-        super()._pass_on(piece, at_end, head)
-        on_tokens, account, reader = self._of.on_tokens, self._account, self._reader
+    def _send_to_client(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
+        super()._send_to_client(piece, at_end, head)
+        on_tokens, account, reader = self._shared.on_tokens, self._account, self._usage_reader
         if on_tokens is None or account is None or reader is None or not reader.streams:
             return
         events = piece.count(b"\n\n") - piece.count(b"data: [DONE]")
         if events > 0:
-            since_s, self._since_s = self._since_s, time.monotonic()
+            since_s, self._last_tokens_s = self._last_tokens_s, time.monotonic()
             if since_s is not None:
-                on_tokens(account.decision.server, events, self._since_s - since_s)
+                on_tokens(account.decision.server, events, self._last_tokens_s - since_s)
 
     def client_ready(self) -> None:
-        self._since_s = None  # the pause was the client's
+        self._last_tokens_s = None  # the pause was the client's
         super().client_ready()
 
     # -- the end
 
     def _close_account(self) -> None:
         super()._close_account()
-        on_tokens, account, usage, since_s = self._of.on_tokens, self._account, self._log.usage, self._since_s
-        is_unstreamed = self._fields is not None and not self._is_streamed
+        on_tokens, account, usage, since_s = self._shared.on_tokens, self._account, self._log.usage, self._last_tokens_s
+        is_unstreamed = self._split_fields is not None and not self._wants_stream
         if (
             is_unstreamed
             and on_tokens is not None
@@ -424,28 +431,28 @@ class TwoStepExchange(Exchange):
         ):
             on_tokens(account.decision.server, usage.output_tokens or 0, time.monotonic() - since_s)
 
-    def _work_of(self, usage: Usage) -> float | None:
+    def _get_work(self, usage: Usage) -> float | None:
         prefill_usage = self._prefill_usage
         if prefill_usage is None or prefill_usage.cached_tokens is None or usage.output_tokens is None:
-            return super()._work_of(usage)
+            return super()._get_work(usage)
         # The tokens that the decode server reports as cached were computed for this request by the prefill server,
         # except those that the prefill server itself had cached.
         return float(usage.prompt_tokens - min(prefill_usage.cached_tokens, usage.prompt_tokens) + usage.output_tokens)
 
-    def _finish(self) -> None:
+    def _end_exchange(self) -> None:
         # Every end calls this: a disconnect, an error response, or a decode server that was faster.
-        prefill, self._prefill = self._prefill, None
-        if self._prefill_pause is not None:
-            self._prefill_pause.cancel()
-            self._prefill_pause = None
+        prefill, self._prefill_call = self._prefill_call, None
+        if self._prefill_backoff_timer is not None:
+            self._prefill_backoff_timer.cancel()
+            self._prefill_backoff_timer = None
         if prefill is not None:
             prefill.drop()
-            self._of.backends.on_dropped(self, prefill.server, time.monotonic())
-            self._of.metrics.prefilled(prefill.server, "dropped")
-        super()._finish()
+            self._shared.backends.on_dropped(self, prefill.server, time.monotonic())
+            self._shared.metrics.prefilled(prefill.server, "dropped")
+        super()._end_exchange()
 
-    def prefill_fault(self) -> None:
-        self._fault()
+    def on_prefill_exception(self) -> None:
+        self._on_exception()
 
 
 class _PrefillCall:
@@ -457,12 +464,12 @@ class _PrefillCall:
         self._within_s = within_s
         self._call: UpstreamCall | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._head: ResponseHead | None = None
-        self._pieces: list[bytes] = []
+        self._response_head: ResponseHead | None = None
+        self._answer_pieces: list[bytes] = []
         self._size_bytes = 0
 
     def ask(self, pool: Pool, head: bytes, body: bytes, sends: Sends) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._within_s, self._late)
+        self._timer = asyncio.get_running_loop().call_later(self._within_s, self._on_timeout)
         self._call = pool.ask(self, head, body, True, sends)
 
     def drop(self) -> None:
@@ -473,31 +480,31 @@ class _PrefillCall:
             self._timer.cancel()
 
     def response_begins(self, head: ResponseHead) -> None:
-        self._head = head
+        self._response_head = head
 
     def response_data(self, piece: bytes, at_end: bool) -> None:
-        self._pieces.append(piece)
+        self._answer_pieces.append(piece)
         self._size_bytes += len(piece)
         if self._size_bytes > MAX_ANSWER_BYTES:
-            self._failed(f"its answer is longer than {MAX_ANSWER_BYTES} bytes", Fault.GATEWAY)
+            self._on_failure(f"its answer is longer than {MAX_ANSWER_BYTES} bytes", Fault.GATEWAY)
         elif at_end:
             self.drop()
-            assert self._head is not None
+            assert self._response_head is not None
             try:
-                self._exchange.prefill_answered(self.server, self._head, b"".join(self._pieces))
+                self._exchange.prefill_answered(self.server, self._response_head, b"".join(self._answer_pieces))
             except Exception:
-                self._exchange.prefill_fault()
+                self._exchange.on_prefill_exception()
 
     def response_failed(self, error: UpstreamError) -> None:
-        self._failed(str(error), fault_of_error(error))
+        self._on_failure(str(error), fault_of_error(error))
 
-    def _late(self) -> None:
+    def _on_timeout(self) -> None:
         # It may still be computing: slow is not broken.
-        self._failed(f"no answer in {self._within_s:g} s", None)
+        self._on_failure(f"no answer in {self._within_s:g} s", None)
 
-    def _failed(self, why: str, fault: Fault | None) -> None:
+    def _on_failure(self, why: str, fault: Fault | None) -> None:
         self.drop()
         try:
             self._exchange.prefill_failed(self.server, why, fault)
         except Exception:
-            self._exchange.prefill_fault()
+            self._exchange.on_prefill_exception()

@@ -50,6 +50,8 @@ class UpstreamError(Exception):
 
 
 class ResponseHead:
+    """Status and headers. ``framed``: they say where the body ends."""
+
     __slots__ = ("chunked", "framed", "headers", "reason", "status")
 
     def __init__(self, status: int, reason: str, headers: Headers) -> None:
@@ -137,8 +139,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason = b""
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
-        self._paused = self._yields = False
+        self._is_paused_by_caller = self._is_yielding = False
         self.gone = False
+        """True if it can carry no further request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -146,17 +149,19 @@ class UpstreamConnection(asyncio.Protocol):
     def ask(self, call: UpstreamCall, is_new: bool) -> None:
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
-            self._failed(call, is_new, UpstreamError("it closed the connection before the first byte"))
+            self._resend_or_fail(call, is_new, UpstreamError("it closed the connection before the first byte"))
             return
         if not call.sends.take():
             self._pool.give_back(self)
             call.lost(UpstreamError("it was sent as often as allowed", connected=False))
             return
         self._call = call
-        self._fresh = is_new
+        self._is_new_connection = is_new
         self._head = None
         self._head_bytes = 0
-        self._begun = self._ended = self._is_at_eof = self._ends_at_eof = self._is_old = False
+        self._has_answer_begun = self._has_answer_ended = self._was_closed_properly = self._body_ends_at_eof = (
+            self._is_http_1_0
+        ) = False
         if len(call.body) <= JOIN_BYTES:
             transport.write(call.head + call.body)
         else:
@@ -171,26 +176,26 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()  # data without a request
             return
         if len(data) >= YIELD_BYTES:
-            self._yield()
+            self._yield_to_loop()
         head_before = self._head
-        self._begun = True
+        self._has_answer_begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._broken("it switched to another protocol, though none was requested")
+            self._abort_call("it switched to another protocol, though none was requested")
             return
         except httptools.HttpParserCallbackError as error:
-            self._broken(f"its response cannot be read: {error.__context__}")
+            self._abort_call(f"its response cannot be read: {error.__context__}")
             return
         except httptools.HttpParserError as error:
-            if not self._ended:
-                self._broken(f"malformed HTTP response: {error}")
+            if not self._has_answer_ended:
+                self._abort_call(f"malformed HTTP response: {error}")
                 return
             self.gone = True  # data after the response
         if self._head is None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._broken(f"its response's head is longer than {MAX_HEAD_BYTES} bytes")
+                self._abort_call(f"its response's head is longer than {MAX_HEAD_BYTES} bytes")
             return
         if self._headers:
             self._headers.clear()  # trailers are not passed on
@@ -204,36 +209,36 @@ class UpstreamConnection(asyncio.Protocol):
                 return  # the receiver has cancelled it
         self._deliver(call, receiver)
 
-    def _yield(self) -> None:
+    def _yield_to_loop(self) -> None:
         """Read no more in this turn of the event loop, which would else read up to 8 MB from a fast server."""
-        if not self._yields and not self._paused and self._transport is not None:
-            self._yields = True
+        if not self._is_yielding and not self._is_paused_by_caller and self._transport is not None:
+            self._is_yielding = True
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._read_on)
+            asyncio.get_running_loop().call_soon(self._read_after_yield)
 
-    def _read_on(self) -> None:
-        self._yields = False
-        if not self._paused and self._transport is not None and not self._transport.is_closing():
+    def _read_after_yield(self) -> None:
+        self._is_yielding = False
+        if not self._is_paused_by_caller and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def _deliver(self, call: UpstreamCall, receiver: Receiver) -> None:
-        pieces, is_complete = self._pieces, self._ended
+        pieces, is_complete = self._pieces, self._has_answer_ended
         if not pieces and not is_complete:
             return
         piece = b"" if not pieces else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
         if is_complete:
-            self._release(call)
+            self._return_to_pool(call)
         receiver.response_data(piece, is_complete)
 
-    def _release(self, call: UpstreamCall) -> None:
+    def _return_to_pool(self, call: UpstreamCall) -> None:
         self._call = call.connection = call.receiver = None
-        if self._paused:
+        if self._is_paused_by_caller:
             self.resume()
         self._pool.give_back(self)
 
     def eof_received(self) -> bool:
-        self._is_at_eof = self._transport is not None and _is_whole_tls(self._transport)
+        self._was_closed_properly = self._transport is not None and _is_whole_tls(self._transport)
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -243,7 +248,7 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             return
         head, receiver = self._head, call.receiver
-        if self._ends_at_eof and self._is_at_eof and error is None and receiver is not None:
+        if self._body_ends_at_eof and self._was_closed_properly and error is None and receiver is not None:
             call.receiver = call.connection = None
             receiver.response_data(b"".join(self._pieces), True)
             return
@@ -253,12 +258,12 @@ class UpstreamConnection(asyncio.Protocol):
         if error is not None and how != "reset":
             why += f": {error}"
         cause = error or ConnectionResetError() if head is None else None
-        self._failed(call, self._fresh or self._begun, UpstreamError(why, cause=cause))
+        self._resend_or_fail(call, self._is_new_connection or self._has_answer_begun, UpstreamError(why, cause=cause))
 
-    def _failed(self, call: UpstreamCall, for_good: bool, error: UpstreamError) -> None:
+    def _resend_or_fail(self, call: UpstreamCall, is_final: bool, error: UpstreamError) -> None:
         # The server may have closed a kept connection while it was idle. It may also have read the request, so sending
         # it again counts.
-        if not for_good and call.receiver is not None and call.sends.remaining:
+        if not is_final and call.receiver is not None and call.sends.remaining:
             call.connect()
         else:
             call.lost(error)
@@ -268,15 +273,15 @@ class UpstreamConnection(asyncio.Protocol):
     # A connection with further bytes after the response is never reused, and those bytes are not read.
 
     def on_message_begin(self) -> None:
-        if self._ended:
+        if self._has_answer_ended:
             self.gone = True
 
     def on_status(self, reason: bytes) -> None:
-        if not self._ended:
+        if not self._has_answer_ended:
             self._reason += reason
 
     def on_headers_complete(self) -> None:
-        if self._ended:
+        if self._has_answer_ended:
             return
         status = self._parser.get_status_code()
         headers = self._headers.copy()
@@ -286,37 +291,39 @@ class UpstreamConnection(asyncio.Protocol):
         if version != "1.1":
             if version != "1.0":
                 raise UpstreamError(f"it speaks HTTP/{version}; expected 1.0 or 1.1")
-            self._is_old = True
+            self._is_http_1_0 = True
         if 100 <= status < 200:
             return  # informational
         self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
-        self._ends_at_eof = not self._head.framed  # the receiver may change how the client's response is framed
+        self._body_ends_at_eof = not self._head.framed  # the receiver may change how the client's response is framed
         if self._call is not None and not self._call.has_body:
-            self._ended = True
+            self._has_answer_ended = True
             self.gone = True  # the parser would wait for a body
 
     def on_body(self, piece: bytes) -> None:
-        if not self._ended:
+        if not self._has_answer_ended:
             self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        if self._head is None or self._ended:
+        if self._head is None or self._has_answer_ended:
             return
-        self._ended = True
-        if not self._parser.should_keep_alive() or (self._is_old and b"transfer-encoding" in self._head.headers.first):
+        self._has_answer_ended = True
+        if not self._parser.should_keep_alive() or (
+            self._is_http_1_0 and b"transfer-encoding" in self._head.headers.first
+        ):
             self.gone = True  # HTTP/1.0 has no chunks: do not trust later data (RFC 9112, section 6.1)
 
     # -- from the caller
 
     def pause(self) -> None:
-        if not self._paused and self._transport is not None and not self._transport.is_closing():
-            self._paused = True
+        if not self._is_paused_by_caller and self._transport is not None and not self._transport.is_closing():
+            self._is_paused_by_caller = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._paused and self._transport is not None and not self._transport.is_closing():
+        if self._is_paused_by_caller and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
-        self._paused = False
+        self._is_paused_by_caller = False
 
     def abort(self) -> None:
         self.gone = True
@@ -339,7 +346,7 @@ class UpstreamConnection(asyncio.Protocol):
             and not transport.get_write_buffer_size()  # else the last request was answered before it was sent
         )
 
-    def _broken(self, why: str) -> None:
+    def _abort_call(self, why: str) -> None:
         call = self._call
         self.abort()
         if call is not None:
@@ -373,11 +380,11 @@ class Pool:
         self.authorization = b"Authorization: Bearer %s\r\n" % access.key.encode("ascii") if access.key else b""
         """Header line with the server's key; empty: the client's is passed on."""
         self._idle: deque[tuple[float, UpstreamConnection]] = deque()
-        self._reaping: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._expiry_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self.on_files_short: Callable[[], None] = lambda: None
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[UpstreamCall] = deque()
+        self._waiting_calls: deque[UpstreamCall] = deque()
 
     def ask(
         self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None
@@ -407,38 +414,38 @@ class Pool:
         return None
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        if self._closed or not connection.is_free:
+        if self._is_closed or not connection.is_free:
             connection.close()
             return
-        if self._waiting and (call := self._next()) is not None:
+        if self._waiting_calls and (call := self._take_waiting_call()) is not None:
             call.send(connection, is_new=False)
             return
         self._idle.append((monotonic(), connection))
-        if self._reaping is None:
-            self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
+        if self._expiry_timer is None:
+            self._expiry_timer = asyncio.get_running_loop().call_later(KEEP_S, self._close_expired)
 
     def close(self) -> None:
-        self._closed = True
-        if self._reaping is not None:
-            self._reaping.cancel()
+        self._is_closed = True
+        if self._expiry_timer is not None:
+            self._expiry_timer.cancel()
         self.close_idle()
 
     def connect(self, call: UpstreamCall) -> None:
         if len(self._connecting) >= MAX_CONNECTING:
-            self._waiting.append(call)
+            self._waiting_calls.append(call)
             return
         task = asyncio.get_running_loop().create_task(self._connect(call))
         self._connecting.add(task)
-        task.add_done_callback(self._connected)
+        task.add_done_callback(self._on_connect_end)
 
-    def _connected(self, task: asyncio.Task[None]) -> None:
+    def _on_connect_end(self, task: asyncio.Task[None]) -> None:
         self._connecting.discard(task)
-        if (call := self._next()) is not None:
+        if (call := self._take_waiting_call()) is not None:
             self.connect(call)
 
-    def _next(self) -> UpstreamCall | None:
-        while self._waiting:
-            call = self._waiting.popleft()
+    def _take_waiting_call(self) -> UpstreamCall | None:
+        while self._waiting_calls:
+            call = self._waiting_calls.popleft()
             if call.receiver is not None:
                 return call
         return None
@@ -446,7 +453,7 @@ class Pool:
     async def _connect(self, call: UpstreamCall) -> None:
         try:
             async with asyncio.timeout(self.connect_s):
-                connection = await self._open()
+                connection = await self._open_connection()
         except TimeoutError as error:
             call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False, cause=error))
         except OSError as error:
@@ -458,7 +465,7 @@ class Pool:
             else:
                 call.send(connection, is_new=True)
 
-    async def _open(self) -> UpstreamConnection:
+    async def _open_connection(self) -> UpstreamConnection:
         """Open a connection; if files are short, retry after closing idle connections."""
         loop = asyncio.get_running_loop()
         for is_last in (False, True):
@@ -479,13 +486,13 @@ class Pool:
         while self._idle:
             self._idle.pop()[1].close()
 
-    def _reap(self) -> None:
-        self._reaping = None
+    def _close_expired(self) -> None:
+        self._expiry_timer = None
         before_s = monotonic() - KEEP_S
         while self._idle and self._idle[0][0] <= before_s:
             self._idle.popleft()[1].close()
         if self._idle:
-            self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
+            self._expiry_timer = asyncio.get_running_loop().call_later(KEEP_S, self._close_expired)
 
 
 class Pools:

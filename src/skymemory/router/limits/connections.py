@@ -36,7 +36,7 @@ class State(IntEnum):
 
 
 _KEPT = State.KEPT
-_ORDER = (
+_EVICTION_ORDER = (
     (State.HEAD, LATE_S),
     (State.IDLE, 0.0),
     (State.KEPT, 0.0),
@@ -57,9 +57,12 @@ class Seat(Generic[Owner]):
     is_busy: bool = False
     """True while its request is at a server; its queue may lag."""
     since_s: float = 0.0
+    """Time of its last ``mark_idle``."""
 
 
 class _Queues(Generic[Owner]):
+    """Seats of one state, by holder, with the time at which they came."""
+
     __slots__ = ("_by_holder", "_shares")
 
     def __init__(self) -> None:
@@ -127,13 +130,14 @@ class ConnectionTable(Generic[Owner]):
         return self.count > self.most
 
     def victim(self, now_s: float) -> Seat[Owner] | None:
-        for state, least_s in _ORDER:
-            first = self._first(state)
+        """Return the seat to close first; None: all are busy."""
+        for state, least_s in _EVICTION_ORDER:
+            first = self._get_first(state)
             if first is not None and now_s - first[1] >= least_s:
                 return first[0]
         return None
 
-    def _first(self, state: State) -> tuple[Seat[Owner], float] | None:
+    def _get_first(self, state: State) -> tuple[Seat[Owner], float] | None:
         queue = self._queues[state]
         while (first := queue.first()) is not None:
             seat, since_s = first
@@ -149,5 +153,5 @@ class ConnectionTable(Generic[Owner]):
 
     def slow_reader(self, now_s: float) -> Seat[Owner] | None:
         """Return the seat whose client has not read for longest, at least ``LATE_S``."""
-        first = self._first(State.UNREAD)
+        first = self._get_first(State.UNREAD)
         return first[0] if first is not None and now_s - first[1] >= LATE_S else None

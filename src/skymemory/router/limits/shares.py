@@ -86,6 +86,7 @@ class SharedLimit:
         return amount <= free and holder_amount < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
+        """Add 1 if there is room."""
         free = self.most - self.held
         holder_amount = self._by_holder.get(holder, 0)
         if free < 1 or holder_amount >= self.PART * free:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 ANY = "*"
 _RESERVED = (".localhost", ".local", ".internal", ".test", ".home.arpa")
-_MAX_KNOWN = 256
+_MAX_REMEMBERED_HOSTS = 256
 
 
 class Strangers:
@@ -22,26 +22,26 @@ class Strangers:
         """Create it. ``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
-        self._known: set[bytes] = set()
+        self._allowed_hosts: set[bytes] = set()
 
     def refusal(self, host: bytes | None, origin: bytes | None) -> str | None:
         """Return the reason to refuse; None: allowed."""
-        if host is not None and host not in self._known:
-            if not self._is_own(_name_of(host)):
+        if host is not None and host not in self._allowed_hosts:
+            if not self._is_own_name(_name_of(host)):
                 return (
                     f"this router listens on loopback without keys, and does not go by the name {_quoted(host)}: call "
                     "it by localhost or its address, or add the name to `hosts` of [door] in its settings"
                 )
-            if len(self._known) < _MAX_KNOWN:
-                self._known.add(host)
-        if origin is None or self._may_ask(origin, host):
+            if len(self._allowed_hosts) < _MAX_REMEMBERED_HOSTS:
+                self._allowed_hosts.add(host)
+        if origin is None or self._is_origin_allowed(origin, host):
             return None
         return (
             f"a web page of another origin ({_quoted(origin)}) asks; if it may, allow it with `origins` of "
             "[cors] in the settings"
         )
 
-    def _is_own(self, name: str) -> bool:
+    def _is_own_name(self, name: str) -> bool:
         if ANY in self._hosts or name in self._hosts or "." not in name or name.endswith(_RESERVED):
             return True
         try:
@@ -50,7 +50,7 @@ class Strangers:
             return False
         return True
 
-    def _may_ask(self, origin: bytes, host: bytes | None) -> bool:
+    def _is_origin_allowed(self, origin: bytes, host: bytes | None) -> bool:
         words = origin.decode("latin-1").strip()
         if ANY in self._origins or words in self._origins:
             return True

@@ -22,24 +22,24 @@ class Turns:
         memory.
         """
         loop = asyncio.get_running_loop()
-        await self._wait(holder, loop)
+        await self._wait_for_turn(holder, loop)
         try:
-            doing = self._thread.submit(work)
+            job = self._thread.submit(work)
         except BaseException:
-            self._pass_on()
+            self._start_next_turn()
             raise
 
         def on_done(_: Future[T]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._pass_on)
+                loop.call_soon_threadsafe(self._start_next_turn)
 
-        doing.add_done_callback(on_done)
+        job.add_done_callback(on_done)
         try:
-            return await asyncio.wrap_future(doing)
+            return await asyncio.wrap_future(job)
         finally:
-            del doing  # its exception holds this frame: the cycle would keep the job's memory
+            del job  # its exception holds this frame: the cycle would keep the job's memory
 
-    async def _wait(self, holder: Hashable, loop: asyncio.AbstractEventLoop) -> None:
+    async def _wait_for_turn(self, holder: Hashable, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_busy:
             self._is_busy = True
             return
@@ -49,19 +49,19 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._pass_on()
+                self._start_next_turn()
             else:
-                self._leave(holder, turn)
+                self._leave_queue(holder, turn)
             raise
 
-    def _leave(self, holder: Hashable, turn: asyncio.Future[None]) -> None:
+    def _leave_queue(self, holder: Hashable, turn: asyncio.Future[None]) -> None:
         queue = self._waiting.get(holder)
         if queue is not None and turn in queue:
             queue.remove(turn)
             if not queue:
                 del self._waiting[holder]
 
-    def _pass_on(self) -> None:
+    def _start_next_turn(self) -> None:
         while self._waiting:
             holder, queue = self._waiting.popitem(last=False)
             turn = queue.popleft()
