@@ -108,7 +108,7 @@ def test_events_that_are_not_published_or_not_announced(
     ("words", "said"),
     [
         (["--api-keys", "nowhere"], "cannot read nowhere: No such file or directory"),
-        (["--tls-cert", "nowhere", "--tls-key", "nowhere"], "'nowhere': No such file or directory"),
+        (["--tls-cert", "nowhere", "--tls-key", "nowhere"], "cannot read nowhere: No such file or directory"),
         (["--cost", "nowhere"], "cost model nowhere: No such file or directory"),
         (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
     ],

@@ -239,7 +239,7 @@ def _read_prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
         return None
     sums = [sum(sample.value for sample in _find_first_usable(text, (f"{name}_sum",))) for name in dialect.prefills]
     counts = {
-        sum(sample.value for sample in _find_first_usable(text, (f"{name}_read_count",))) for name in dialect.prefills
+        sum(sample.value for sample in _find_first_usable(text, (f"{name}_count",))) for name in dialect.prefills
     }
     if len(counts) != 1 or not any(sums):
         return None
