@@ -238,9 +238,7 @@ def _read_prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
     if dialect.prefills is None:
         return None
     sums = [sum(sample.value for sample in _find_first_usable(text, (f"{name}_sum",))) for name in dialect.prefills]
-    counts = {
-        sum(sample.value for sample in _find_first_usable(text, (f"{name}_count",))) for name in dialect.prefills
-    }
+    counts = {sum(sample.value for sample in _find_first_usable(text, (f"{name}_count",))) for name in dialect.prefills}
     if len(counts) != 1 or not any(sums):
         return None
     tokens, computed, seconds = sums
