@@ -5,7 +5,8 @@
 ``sizes``    4 KB to 64 MB, one client to 64: Redis, memcached, LMCache's server, Mooncake's store over TCP, and the sky
              by size and on ten satellites; the seconds of the processor that a GB takes clients and servers
 ``threads``  small values with the delays of the orbits: sixteen threads of one process beside one
-``busy``     64 KB: Redis and the sky by size, alone and beside twenty programs that compute
+``busy``     64 KB: Redis and the sky by size, alone and beside twenty programs that compute; each run after a pause
+             of 20 ms, and twenty after each other, which then wait for their share of the processor, too
 
 `sizes` takes some ten minutes and ten GB of memory. What is not installed is left out, and that is said.
 
@@ -67,7 +68,7 @@ MOST_IN_FLIGHT_BYTES = 256 << 20
 TURN_S, MOST_RUNS = 0.1, 400
 LISTENS_WITHIN_S = 60.0
 THREADS, THREAD_READS = 16, 30
-BUSY_BYTES, BUSY_PROGRAMS = 64 << 10, (0, 20)
+BUSY_BYTES, BUSY_PROGRAMS, BUSY_PAUSE_S = 64 << 10, (0, 20), 0.02
 Row = dict[str, Any]
 VERBS = ("read", "write")
 MOONCAKE = "mooncake-transfer-engine-non-cuda"
@@ -464,7 +465,7 @@ def computing(programs: int) -> Iterator[None]:
 
 
 def busy(options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each load, verb and path: the medians of runs in turns."""
+    """A row for each load, way to ask, verb and path: the medians of runs in turns."""
     with ExitStack() as stack:
         options.log = stack.enter_context(tempfile.TemporaryFile())
         paths = {}
@@ -474,21 +475,43 @@ def busy(options: argparse.Namespace) -> Iterator[Row]:
                 value = f"busy {name}", BUSY_BYTES
                 paths[name] = stack.enter_context(client_process(one_value, service.kind, service.arguments(0), *value))
         for programs in BUSY_PROGRAMS:
-            with computing(programs):
-                seconds = measure(paths, options.rounds, options.turn)
-            for (name, verb), its in seconds.items():
-                row: Row = {"section": "busy", "programs": programs, "verb": verb, "path": name}
-                row |= {"size_bytes": BUSY_BYTES, "us": statistics.median(its) * 1e6}
-                row["us_p99"] = statistics.quantiles(its, n=100)[98] * 1e6
-                if "Redis" in paths:
-                    row["x"] = row["us"] / (statistics.median(seconds["Redis", verb]) * 1e6)
-                yield row
+            for pause_s in (BUSY_PAUSE_S, 0.0):
+                with computing(programs):
+                    if pause_s:
+                        seconds = after_pauses(paths, 10 * options.rounds, pause_s)
+                    else:
+                        seconds = measure(paths, options.rounds, options.turn)
+                for (name, verb), its in seconds.items():
+                    row: Row = {"section": "busy", "programs": programs, "pause_s": pause_s, "verb": verb, "path": name}
+                    row |= {"size_bytes": BUSY_BYTES, "us": statistics.median(its) * 1e6}
+                    row["us_p99"] = statistics.quantiles(its, n=100)[98] * 1e6
+                    if "Redis" in paths:
+                        row["x"] = row["us"] / (statistics.median(seconds["Redis", verb]) * 1e6)
+                    yield row
+
+
+def after_pauses(paths: dict[str, Any], rounds: int, pause_s: float) -> dict[tuple[str, str], list[float]]:
+    """Seconds of runs, of which each comes after a pause."""
+    seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in paths for verb in VERBS}
+    for _ in range(rounds):
+        for (name, verb), its in seconds.items():
+            time.sleep(pause_s)
+            paths[name].send((verb, 1))
+            its += paths[name].recv()
+    return seconds
 
 
 def print_busy(rows: list[Row]) -> None:
-    header = ("programs", "", "path", "µs", "p99", "of Redis's")
+    header = ("programs", "pause", "", "path", "µs", "p99", "of Redis's")
     cells = [
-        [str(row["programs"]), row["verb"], row["path"], f"{row['us']:,.0f}", f"{row['us_p99']:,.0f}"]
+        [
+            str(row["programs"]),
+            f"{row['pause_s'] * 1e3:.0f} ms",
+            row["verb"],
+            row["path"],
+            f"{row['us']:,.0f}",
+            f"{row['us_p99']:,.0f}",
+        ]
         + [f"{row['x']:.2f} x" if "x" in row else ""]
         for row in rows
     ]

@@ -133,8 +133,11 @@ def _busy() -> str:
     paths, cells = list(dict.fromkeys(row["path"] for row in rows)), {}
     for row in rows:
         cell = f"{row['us']:,.0f} µs" + (f" ({row['x']:.2f} ×)" if row["path"] != "Redis" else "")
-        cells.setdefault((str(row["programs"]), row["verb"]), {})[row["path"]] = cell
-    return table([["programs", "", *paths], *([*key, *(cell[path] for path in paths)] for key, cell in cells.items())])
+        key = (str(row["programs"]), f"{row['pause_s'] * 1e3:.0f} ms", row["verb"])
+        cells.setdefault(key, {})[row["path"]] = cell
+    return table(
+        [["programs", "pause", "", *paths], *([*key, *(cell[path] for path in paths)] for key, cell in cells.items())]
+    )
 
 
 OURS = ("by size", "on ten")

@@ -267,7 +267,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "MACs of payloads and answers": lambda: " and ".join(_percent(1 - _of_answers(verb)) for verb in ("read", "write")),
     "busy computer": lambda: " and ".join(
-        f"{row_of('data_path_busy', programs=20, verb=verb, path='by size')['x']:.1f}" for verb in ("read", "write")
+        f"{row_of('data_path_busy', programs=20, pause_s=0.02, verb=verb, path='by size')['x']:.1f}"
+        for verb in ("read", "write")
     ),
     "flood packet": lambda: extent(_packet_costs_us(), digits=1) + " µs",
     "p99 climbing": lambda: f"{max(_cluster_access_p99('climbing')):.0f} ms",
