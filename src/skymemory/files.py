@@ -113,7 +113,7 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
-        if not stat.S_ISREG(mode) and not select.select([fd], [], [], PIPE_S)[0]:
+        if not stat.S_ISREG(mode) and not _has_data_within(fd, PIPE_S):
             os.close(fd)
             raise OSError(errno.ETIMEDOUT, f"it is a pipe, and no data came within {PIPE_S:g} s", str(path))
         os.set_blocking(fd, True)
@@ -122,6 +122,13 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder, expected a file", str(path))
     raise OSError(errno.EINVAL, "it is a device or a pipe, expected a regular file", str(path))
+
+
+def _has_data_within(fd: int, timeout_s: float) -> bool:
+    """Return True if reading would not block, also at the end of a pipe."""
+    readable = select.poll()  # select() knows descriptors below 1,024 only
+    readable.register(fd, select.POLLIN)
+    return bool(readable.poll(timeout_s * 1000))
 
 
 def read_bounded(path: Path, most_bytes: int = MAX_SETTINGS_BYTES, *, pipes: bool = False) -> bytes:
