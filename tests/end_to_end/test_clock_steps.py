@@ -45,7 +45,8 @@ class Sky:
 
     def __call__(self, *words: str) -> str:
         """A command in a process of its own, that starts by the wall clock of now."""
-        command = [sys.executable, "-m", "skymemory.cli.main", *words, "--run-dir", str(self.run_dir)]
+        at = ("--store", f"constellation://{self.run_dir}") if words[0] == "kv" else ("--run-dir", str(self.run_dir))
+        command = [sys.executable, "-m", "skymemory.cli.main", *words, *at]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
