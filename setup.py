@@ -9,7 +9,8 @@ from setuptools.command.build_py import build_py
 SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve relay sha macs nh slices"
 SOURCES += " take udp prefix_rows prefix_shelf prefix_table prefix_calls holders holders_walk under_way queues guard"
 SOURCES += " delay_price ttft fit http_headers json_counts receive blocks block_calls cached"
-HEADERS = "blocks crc fast packet answers udp serve sha nh prefix holders ttft"
+SOURCES += " host_map host_directory host_reader"
+HEADERS = "blocks crc fast packet answers udp serve sha nh prefix holders ttft host"
 
 # As in fast.h, which chooses the version.
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")

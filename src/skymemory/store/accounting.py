@@ -450,6 +450,11 @@ class Inventory:
                 return count, victims
         return 0, []
 
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of values and reservations beyond the budget."""
+        return self.used_bytes + self._reserved_bytes - self.budget_bytes
+
     def victims_for(self, size_bytes: int) -> list[bytes] | None:
         """Return victims to ``evict`` that free ``size_bytes``; None if too few exist."""
         return self._victims(size_bytes)

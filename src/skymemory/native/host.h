@@ -1,0 +1,63 @@
+/* The files of a host arena as they lie in shared memory: a directory that the owner alone writes, and a page of leases for
+ * each client. All fields are little-endian words of this computer. Contract: skymemory/store/host/layout.py. */
+#ifndef SKYMEMORY_HOST_H
+#define SKYMEMORY_HOST_H
+
+#include "fast.h"
+
+enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64 };
+
+#define HOST_MAGIC UINT64_C(0x3154534F48594B53)      /* "SKYHOST1" */
+#define HOST_PAGE_MAGIC UINT64_C(0x31454741504B5348) /* "HSKPAGE1" */
+#define HOST_CHECKED (UINT64_C(1) << 32)
+
+/* One value, a cache line. An odd version: it is being written. A version never returns. */
+typedef struct {
+    uint64_t version;
+    uint64_t key[HOST_KEY_WORDS];
+    uint64_t offset, bytes;
+    uint64_t check; /* its CRC-32, and HOST_CHECKED once the owner has compared it with the bytes */
+} HostEntry;
+
+typedef struct {
+    uint64_t magic, values_bytes, entries, buckets, seed;
+    uint64_t changes; /* odd while buckets are moved: who finds nothing then looks again */
+    uint64_t instance[2];
+    uint64_t epoch; /* how many owners it has had: room that one of them gave out is void once the next has begun */
+} HostHead;
+
+/* Of a client, who alone writes it; the owner reads. */
+typedef struct {
+    uint64_t magic, holds, uses;
+    uint64_t highest; /* no hold at this number or a higher one */
+    uint64_t used;    /* how many uses were noted in all, in a ring */
+} HostPage;
+
+/* A directory that is mapped here. */
+typedef struct {
+    HostHead *head;
+    uint32_t *buckets; /* entry + 1; 0: none */
+    HostEntry *entries;
+    uint64_t count, mask, seed;
+} HostMap;
+
+typedef struct {
+    HostEntry *entry;
+    uint64_t version, offset, bytes, check;
+} HostFound;
+
+/* Open the directory in a buffer. 0 with an exception if its numbers do not fit its size. */
+int sky_host_open(HostMap *map, const Py_buffer *directory, int writes);
+uint64_t sky_host_bucket(const HostMap *map, const uint64_t key[HOST_KEY_WORDS]);
+/* Copy a key's entry as it is at one moment. 1 found, 0 absent, -1 the owner was changing it all the time. */
+int sky_host_find(const HostMap *map, const uint64_t key[HOST_KEY_WORDS], HostFound *found);
+/* The words of a key of 32 bytes; 0 with TypeError or ValueError. */
+int sky_host_key(PyObject *given, uint64_t key[HOST_KEY_WORDS]);
+
+#define HOST_LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
+#define HOST_RELAXED(place) __atomic_load_n(&(place), __ATOMIC_RELAXED)
+#define HOST_STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
+
+extern SkyType sky_host_directory_type, sky_host_reader_type, sky_host_view_type;
+
+#endif

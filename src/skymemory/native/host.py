@@ -1,0 +1,100 @@
+"""The compiled classes of a host arena, as type checkers see them; without the helper there are none.
+
+A naive twin in the tests is their judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from mmap import mmap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class HostDirectory:
+    """The owner's side of a directory (``store.host.layout``). Begins with the entries that an earlier owner left there.
+
+    Raises ValueError for a directory of another release.
+    """
+
+    def __init__(self, directory: mmap) -> None: ...
+
+    def put(self, key: bytes, offset: int, size_bytes: int, check: int) -> bool:
+        """Enter a value, or replace it. False: all entries are taken. ``check``: its CRC-32, plus 2^32 if compared."""
+        raise NotImplementedError
+
+    def take(self, key: bytes) -> bool:
+        """Remove a value. False: it was not there."""
+        raise NotImplementedError
+
+    def set_checked(self, key: bytes, offset: int) -> bool:
+        """Tell readers that the value at ``offset`` was compared with its checksum. False: it is another one now."""
+        raise NotImplementedError
+
+    def entries(self) -> list[tuple[bytes, int, int, int]]:
+        """Return key, offset, size in bytes and check of all values."""
+        raise NotImplementedError
+
+    def held(self, pages: Sequence[mmap]) -> set[int]:
+        """Return the offsets that pages of clients hold. What was removed before this call, and is not among them, is
+        held by nobody from now on.
+        """
+        raise NotImplementedError
+
+    def uses(self, page: mmap, since: int) -> tuple[int, list[int]]:
+        """Return how many uses a client has noted in all, and the offsets of those after the first ``since``."""
+        raise NotImplementedError
+
+
+class HostView:
+    """Read-only buffer of a value in the arena, which stays as it is while this object lives."""
+
+    checked: bool
+    crc: int
+    offset: int
+
+    def is_sound(self) -> bool:
+        """Compare the bytes with their CRC-32."""
+        raise NotImplementedError
+
+    def __buffer__(self, flags: int) -> memoryview:
+        raise NotImplementedError
+
+
+class HostReader:
+    """A client's side: finds, holds and writes values without asking their owner. ``page_fd``, a descriptor of its page,
+    is its own from now on. Calls hold the interpreter's lock but for long copies and checksums.
+
+    Raises ValueError for files of another release, OSError if the page cannot be mapped.
+    """
+
+    epoch: int
+    """Number of owners that the arena has had."""
+    held: int
+    """Number of values that are held."""
+
+    def __init__(self, directory: mmap, values: mmap, page_fd: int) -> None: ...
+
+    def hold(self, keys: Sequence[bytes]) -> list[HostView | None | bool]:
+        """Return a view of each value, None if it is absent, False if too many are held already."""
+        raise NotImplementedError
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Return the size of each value in bytes, None if it is absent."""
+        raise NotImplementedError
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """Return the number of leading keys that are present."""
+        raise NotImplementedError
+
+    def write(self, offset: int, value: Buffer, epoch: int) -> int | None:
+        """Copy a value into room that the owner of this epoch gave out; return its CRC-32. None: there is another owner
+        now, and nothing was written; or too many values are held.
+        """
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Close a forked child's copy of the page's descriptor."""
+        raise NotImplementedError

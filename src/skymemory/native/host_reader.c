@@ -1,0 +1,384 @@
+/* A client's side of a host arena: values found and held without asking their owner, and copied into it.
+ *
+ * A hold is a hazard pointer: the client writes the value's place into its page and then looks again whether the entry is
+ * still the same; the owner retires the entry and then reads all pages. One of both sees the other. Twin: twin/host.py. */
+#define _GNU_SOURCE
+#include "host.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { PIECE_BYTES = 32 << 10 };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer directory, values;
+    HostMap map;
+    HostPage *head;
+    size_t page_bytes;
+    int page_fd; /* its lock says that this process lives */
+    uint64_t *holds, *uses;
+    uint32_t *free_holds;
+    uint64_t hold_count, use_count, free_count;
+    pid_t process;
+} Reader;
+
+typedef struct {
+    PyObject_HEAD
+    Reader *reader;
+    uint64_t offset, check;
+    Py_ssize_t size;
+    uint32_t hold;
+} View;
+
+/* --- A value that is held --- */
+
+static int get_buffer(PyObject *object, Py_buffer *buffer, int flags)
+{
+    View *self = (View *)object;
+    void *bytes = (char *)self->reader->values.buf + self->offset;
+    return PyBuffer_FillInfo(buffer, object, bytes, self->size, 1, flags);
+}
+
+static PyObject *is_sound(PyObject *object, PyObject *none)
+{
+    View *self = (View *)object;
+    const uint8_t *bytes = (const uint8_t *)self->reader->values.buf + self->offset;
+    uint32_t crc;
+    if (self->size < SKY_RELEASE_BYTES) {
+        crc = sky_crc32(0, bytes, (size_t)self->size);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        crc = sky_crc32(0, bytes, (size_t)self->size);
+        Py_END_ALLOW_THREADS
+    }
+    return PyBool_FromLong(crc == (uint32_t)self->check);
+}
+
+static PyObject *get_checked(PyObject *object, void *none) { return PyBool_FromLong((((View *)object)->check & HOST_CHECKED) != 0); }
+static PyObject *get_crc(PyObject *object, void *none) { return PyLong_FromUnsignedLong((uint32_t)((View *)object)->check); }
+static PyObject *get_offset(PyObject *object, void *none) { return PyLong_FromUnsignedLongLong(((View *)object)->offset); }
+
+static void destroy_view(PyObject *object)
+{
+    View *self = (View *)object;
+    Reader *reader = self->reader;
+    if (reader && reader->process == getpid()) { /* else the hold is a parent's */
+        HOST_STORE(reader->holds[self->hold], 0);
+        reader->free_holds[reader->free_count++] = self->hold;
+    }
+    Py_XDECREF((PyObject *)reader);
+    sky_free(object);
+}
+
+static PyMethodDef view_methods[] = {
+    {"is_sound", is_sound, METH_NOARGS, "is_sound() -> bool"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef view_fields[] = {
+    {"checked", get_checked, NULL, "whether the owner has compared the bytes with their CRC-32", NULL},
+    {"crc", get_crc, NULL, "the CRC-32 of the bytes as they were stored", NULL},
+    {"offset", get_offset, NULL, "where the bytes lie in the arena", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot view_slots[] = {
+    {Py_tp_doc, (void *)"A value of a host arena, held until this object ends"},
+    {Py_tp_dealloc, (void *)destroy_view},
+    {Py_tp_methods, view_methods},
+    {Py_tp_getset, view_fields},
+    {Py_bf_getbuffer, (void *)get_buffer},
+    {0, NULL},
+};
+
+SkyType sky_host_view_type = {
+    .spec = {
+        .name = "skymemory.native._fast.HostView",
+        .basicsize = sizeof(View),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+        .slots = view_slots,
+    },
+};
+
+/* --- The client --- */
+
+/* Hold what a key's entry names: 1, and `found` is what is held; 0 absent; -1 the owner changed it all the time. */
+static int hold_one(Reader *self, const uint64_t key[HOST_KEY_WORDS], uint32_t hold, HostFound *found)
+{
+    for (int tries = 0; tries < HOST_MOST_TRIES; tries++) {
+        int known = sky_host_find(&self->map, key, found);
+        if (known != 1)
+            return known;
+        __atomic_store_n(&self->holds[hold], found->offset + 1, __ATOMIC_SEQ_CST);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&found->entry->version, __ATOMIC_SEQ_CST) == found->version)
+            return found->offset <= (uint64_t)self->values.len && found->bytes <= (uint64_t)self->values.len - found->offset;
+        HOST_STORE(self->holds[hold], 0);
+    }
+    return -1;
+}
+
+static void note_use(Reader *self, uint64_t offset)
+{
+    uint64_t used = self->head->used;
+    __atomic_store_n(&self->uses[used % self->use_count], offset, __ATOMIC_RELAXED);
+    HOST_STORE(self->head->used, used + 1);
+}
+
+/* A hold that is free, or -1 if all are in use. */
+static int64_t free_hold(Reader *self)
+{
+    if (!self->free_count)
+        return -1;
+    uint32_t hold = self->free_holds[self->free_count - 1];
+    if (hold >= self->head->highest)
+        __atomic_store_n(&self->head->highest, (uint64_t)hold + 1, __ATOMIC_SEQ_CST);
+    return hold;
+}
+
+/* A view of the key's value, None if absent, False if that cannot be told or held now, NULL with an exception. */
+static PyObject *view_of(Reader *self, PyObject *given)
+{
+    uint64_t key[HOST_KEY_WORDS];
+    HostFound found;
+    if (!sky_host_key(given, key))
+        return NULL;
+    int64_t hold = free_hold(self);
+    if (hold < 0)
+        Py_RETURN_FALSE;
+    int held = hold_one(self, key, (uint32_t)hold, &found);
+    View *view = held == 1 ? (View *)PyType_GenericAlloc(sky_host_view_type.object, 0) : NULL;
+    if (!view) {
+        HOST_STORE(self->holds[hold], 0);
+        return held == 1 ? NULL : Py_NewRef(held == 0 ? Py_None : Py_False);
+    }
+    self->free_count--;
+    view->reader = (Reader *)Py_NewRef((PyObject *)self);
+    view->offset = found.offset, view->size = (Py_ssize_t)found.bytes, view->check = found.check, view->hold = (uint32_t)hold;
+    note_use(self, found.offset);
+    return (PyObject *)view;
+}
+
+static PyObject *hold(PyObject *object, PyObject *keys)
+{
+    PyObject *tuple = sky_tuple(keys, "keys: expected a list of bytes"), *list = tuple ? PyList_New(PyTuple_Size(tuple)) : NULL;
+    for (Py_ssize_t at = 0; list && at < PyTuple_Size(tuple); at++) {
+        PyObject *view = view_of((Reader *)object, PyTuple_GetItem(tuple, at));
+        if (!view || PyList_SetItem(list, at, view) < 0)
+            Py_CLEAR(list);
+    }
+    Py_XDECREF(tuple);
+    return list;
+}
+
+static PyObject *sizes(PyObject *object, PyObject *keys)
+{
+    Reader *self = (Reader *)object;
+    PyObject *tuple = sky_tuple(keys, "keys: expected a list of bytes"), *list = tuple ? PyList_New(PyTuple_Size(tuple)) : NULL;
+    for (Py_ssize_t at = 0; list && at < PyTuple_Size(tuple); at++) {
+        uint64_t key[HOST_KEY_WORDS];
+        HostFound found;
+        int known = sky_host_key(PyTuple_GetItem(tuple, at), key) ? sky_host_find(&self->map, key, &found) : -2;
+        PyObject *size = known == 1 ? PyLong_FromUnsignedLongLong(found.bytes) : known == -2 ? NULL : Py_NewRef(Py_None);
+        if (!size || PyList_SetItem(list, at, size) < 0)
+            Py_CLEAR(list);
+    }
+    Py_XDECREF(tuple);
+    return list;
+}
+
+static PyObject *prefix(PyObject *object, PyObject *keys)
+{
+    Reader *self = (Reader *)object;
+    PyObject *tuple = sky_tuple(keys, "keys: expected a list of bytes");
+    Py_ssize_t at = 0;
+    for (; tuple && at < PyTuple_Size(tuple); at++) {
+        uint64_t key[HOST_KEY_WORDS];
+        HostFound found;
+        if (!sky_host_key(PyTuple_GetItem(tuple, at), key))
+            Py_CLEAR(tuple);
+        else if (sky_host_find(&self->map, key, &found) != 1)
+            break;
+    }
+    if (!tuple)
+        return NULL;
+    Py_DECREF(tuple);
+    return PyLong_FromSsize_t(at);
+}
+
+/* Copy piece by piece, each into the checksum while it is in the processor's cache. */
+static uint32_t copied(uint8_t *to, const uint8_t *from, size_t size)
+{
+    uint32_t crc = 0;
+    for (size_t at = 0; at < size; at += PIECE_BYTES) {
+        size_t piece = size - at < PIECE_BYTES ? size - at : PIECE_BYTES;
+        memcpy(to + at, from + at, piece);
+        crc = sky_crc32(crc, from + at, piece);
+    }
+    return crc;
+}
+
+/* Room that was given out by the owner of an epoch is held while it is written: the next owner then sees that. */
+static int claim(Reader *self, int64_t hold, uint64_t offset, uint64_t epoch)
+{
+    __atomic_store_n(&self->holds[hold], offset + 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return __atomic_load_n(&self->map.head->epoch, __ATOMIC_SEQ_CST) == epoch;
+}
+
+static PyObject *write_value(PyObject *object, PyObject *args)
+{
+    Reader *self = (Reader *)object;
+    unsigned long long offset, epoch;
+    Py_buffer value;
+    uint32_t crc = 0;
+    if (!PyArg_ParseTuple(args, "Ky*K:write", &offset, &value, &epoch))
+        return NULL;
+    if (self->values.readonly || offset > (uint64_t)self->values.len || (uint64_t)value.len > (uint64_t)self->values.len - offset) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes at %llu: beyond the arena, or it is mapped read-only", value.len, offset);
+        PyBuffer_Release(&value);
+        return NULL;
+    }
+    int64_t hold = free_hold(self);
+    int may = 0;
+    if (hold >= 0) {
+        self->free_count--;
+        may = claim(self, hold, offset, epoch);
+        uint8_t *to = (uint8_t *)self->values.buf + offset;
+        if (may && value.len < SKY_RELEASE_BYTES) {
+            crc = copied(to, value.buf, (size_t)value.len);
+        } else if (may) {
+            Py_BEGIN_ALLOW_THREADS
+            crc = copied(to, value.buf, (size_t)value.len);
+            Py_END_ALLOW_THREADS
+        }
+        HOST_STORE(self->holds[hold], 0);
+        self->free_holds[self->free_count++] = (uint32_t)hold;
+    }
+    PyBuffer_Release(&value);
+    return may ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
+}
+
+/* --- Its life --- */
+
+static int open_page(Reader *self)
+{
+    struct stat status;
+    if (fstat(self->page_fd, &status) < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return 0;
+    }
+    uint64_t bytes = (uint64_t)status.st_size, room = bytes < HOST_HEAD_BYTES ? 0 : (bytes - HOST_HEAD_BYTES) / 8;
+    HostPage *head = room ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, self->page_fd, 0) : MAP_FAILED;
+    if (head == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return 0;
+    }
+    self->head = head, self->page_bytes = bytes;
+    if (head->magic != HOST_PAGE_MAGIC || head->holds < 1 || head->holds > room || head->holds > UINT32_MAX ||
+        head->uses < 1 || head->uses > room - head->holds) {
+        PyErr_SetString(PyExc_ValueError, "a client's page of another release, or a damaged one");
+        return 0;
+    }
+    self->hold_count = head->holds, self->use_count = head->uses;
+    self->holds = (uint64_t *)((uint8_t *)head + HOST_HEAD_BYTES);
+    self->uses = self->holds + self->hold_count;
+    self->free_holds = sky_realloc(NULL, (size_t)self->hold_count, sizeof *self->free_holds);
+    if (!self->free_holds) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (uint64_t at = self->hold_count; at-- > 0;) /* the lowest is the first to be taken */
+        self->free_holds[self->free_count++] = (uint32_t)at;
+    return 1;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
+{
+    PyObject *directory, *values;
+    int page_fd;
+    if (!PyArg_ParseTuple(args, "OOi:HostReader", &directory, &values, &page_fd))
+        return NULL;
+    Reader *self = (Reader *)PyType_GenericAlloc(type, 0);
+    if (!self)
+        return NULL;
+    self->process = getpid();
+    self->page_fd = page_fd;
+    if (PyObject_GetBuffer(directory, &self->directory, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(values, &self->values, PyBUF_SIMPLE) < 0 ||
+        !sky_host_open(&self->map, &self->directory, 0) || !open_page(self)) {
+        self->page_fd = -1; /* it stays the caller's */
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static void destroy(PyObject *object)
+{
+    Reader *self = (Reader *)object;
+    Py_buffer *buffers[] = {&self->directory, &self->values};
+    if (self->head)
+        munmap(self->head, self->page_bytes);
+    if (self->page_fd >= 0)
+        close(self->page_fd);
+    for (int at = 0; at < 2; at++)
+        if (buffers[at]->obj)
+            PyBuffer_Release(buffers[at]);
+    free(self->free_holds);
+    sky_free(object);
+}
+
+static PyObject *get_held(PyObject *object, void *none)
+{
+    Reader *self = (Reader *)object;
+    return PyLong_FromUnsignedLongLong(self->hold_count - self->free_count);
+}
+
+static PyObject *let_go(PyObject *object, PyObject *none)
+{
+    Reader *self = (Reader *)object;
+    if (self->page_fd >= 0)
+        close(self->page_fd);
+    self->page_fd = -1;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"let_go", let_go, METH_NOARGS, "let_go(): in a forked child, close its copy of the page's descriptor"},
+    {"hold", hold, METH_O, "hold(keys) -> list of HostView, None or False"},
+    {"sizes", sizes, METH_O, "sizes(keys) -> list of int or None"},
+    {"prefix", prefix, METH_O, "prefix(keys) -> int"},
+    {"write", write_value, METH_VARARGS, "write(offset, value, epoch) -> CRC-32 or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *get_epoch(PyObject *object, void *none)
+{
+    return PyLong_FromUnsignedLongLong(HOST_LOAD(((Reader *)object)->map.head->epoch));
+}
+
+static PyGetSetDef fields[] = {
+    {"epoch", get_epoch, NULL, "how many owners the arena has had", NULL},
+    {"held", get_held, NULL, "how many values are held", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"HostReader(directory, values, page_fd): a client's side of a host arena; the descriptor is its own from then on"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, fields},
+    {0, NULL},
+};
+
+SkyType sky_host_reader_type = {
+    .spec = {
+        .name = "skymemory.native._fast.HostReader",
+        .basicsize = sizeof(Reader),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
+};

@@ -1,0 +1,181 @@
+"""The folder of a host arena: files that its owner makes and its clients map.
+
+A lock on ``directory`` belongs to the owner, a lock on ``pages/N`` to the client that holds values by it: the kernel
+frees both at a process's end, however that comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from skymemory import native
+from skymemory.errors import InvalidInput, os_reason
+from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, values_bytes_of, write_page_head
+from skymemory.units import format_size
+
+_PIECE_BYTES = 256 << 20
+
+
+def default_folder() -> Path:
+    """Return this user's folder in shared memory."""
+    return Path("/dev/shm") / f"skymemory-{os.getuid()}" / "host"
+
+
+def own_folder(folder: Path) -> None:
+    """Make the folder if it is not there. Raises InvalidInput if another user may write in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise InvalidInput(f"host arena {folder}: {os_reason(error)}") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        raise InvalidInput(f"host arena {folder}: expected a folder of this user's that nobody else may write in")
+
+
+def _locked(path: Path, flags: int) -> int | None:
+    """Open and lock a file; None if another process holds the lock."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class OwnedArena:
+    """Arena of this process: an earlier one of the same size goes on if its owner has ended, else a new one is made.
+
+    Raises InvalidInput if another process owns it, or the memory is too small.
+    """
+
+    def __init__(self, folder: Path, shape: ArenaShape) -> None:
+        own_folder(folder)
+        self.folder, self.shape = folder, shape
+        (folder / "pages").mkdir(mode=0o700, exist_ok=True)
+        fd = _locked(folder / "directory", os.O_RDWR | os.O_CREAT)
+        if fd is None:
+            raise InvalidInput(f"host arena {folder}: another process serves it: attach by host://{folder}, or end that one")
+        self.fd = fd
+        try:
+            self.is_new = not self._fits()
+            if self.is_new:
+                self._make()
+            self.directory = mmap.mmap(fd, shape.directory_bytes)
+            if self.is_new:
+                shape.write_head(self.directory, secrets.randbits(64), secrets.token_bytes(16))
+            with open(folder / "values", "r+b") as values:
+                self.values = mmap.mmap(values.fileno(), shape.values_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        with contextlib.suppress(AttributeError, OSError):
+            self.values.madvise(mmap.MADV_HUGEPAGE)
+        self.instance = instance_of(self.directory)
+
+    def _fits(self) -> bool:
+        """Return True if the files of an earlier owner have this shape."""
+        try:
+            values_bytes = (self.folder / "values").stat().st_size
+        except FileNotFoundError:
+            return False
+        if os.fstat(self.fd).st_size != self.shape.directory_bytes or values_bytes != self.shape.values_bytes:
+            return False
+        with mmap.mmap(self.fd, self.shape.directory_bytes, access=mmap.ACCESS_READ) as directory:
+            try:
+                return values_bytes_of(directory) == values_bytes
+            except InvalidInput:
+                return False
+
+    def _make(self) -> None:
+        for path in (self.folder / "values", *(self.folder / "pages").iterdir()):
+            path.unlink(missing_ok=True)  # clients of the arena before keep their mappings of it
+        os.ftruncate(self.fd, 0)
+        fd = os.open(self.folder / "values", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Memory that is missing later would end the processes that touch it (SIGBUS): all is taken now.
+            for begin in range(0, self.shape.values_bytes, _PIECE_BYTES):
+                os.posix_fallocate(fd, begin, min(_PIECE_BYTES, self.shape.values_bytes - begin))
+            os.posix_fallocate(self.fd, 0, self.shape.directory_bytes)
+        except OSError as error:
+            (self.folder / "values").unlink()
+            os.ftruncate(self.fd, 0)
+            free = os.statvfs(self.folder)
+            hint = ": raise its size (docker: --shm-size), or lower the budget" if error.errno == errno.ENOSPC else ""
+            raise InvalidInput(
+                f"host arena {self.folder}: {format_size(self.shape.values_bytes + self.shape.directory_bytes)} of "
+                f"shared memory are needed, {format_size(free.f_bavail * free.f_frsize)} are free{hint}"
+            ) from error
+        finally:
+            os.close(fd)
+
+    def new_page(self, number: int) -> Path:
+        """Make the page of a client; its number is new."""
+        path = self.folder / "pages" / f"{number}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            with mmap.mmap(fd, PAGE_BYTES) as page:
+                write_page_head(page)
+        finally:
+            os.close(fd)
+        return path
+
+    def pages(self) -> list[int]:
+        """Return the numbers of all pages."""
+        return sorted(int(path.name) for path in (self.folder / "pages").iterdir() if path.name.isdigit())
+
+    def close(self, keep: bool) -> None:
+        """Unmap; remove the files unless ``keep``."""
+        if not keep:
+            for path in (self.folder / "values", *(self.folder / "pages").iterdir()):
+                path.unlink(missing_ok=True)
+            (self.folder / "directory").unlink(missing_ok=True)
+        os.close(self.fd)
+
+
+def reader_of(directory: mmap.mmap, values: mmap.mmap, page: Path) -> native.HostReader:
+    """Return a reader with this page, which stays locked as long as the reader or a value that it holds is in use.
+
+    Raises InvalidInput if another process has the page.
+    """
+    fd = _locked(page, os.O_RDWR)
+    if fd is None:
+        raise InvalidInput(f"host arena: page {page} is another client's")
+    try:
+        return native.HostReader(directory, values, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def is_held(path: Path) -> bool:
+    """Return True if a living process has this page."""
+    try:
+        fd = _locked(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    if fd is None:
+        return True
+    os.close(fd)
+    return False
+
+
+def map_read(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def map_write(path: Path, size_bytes: int) -> mmap.mmap:
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), size_bytes)

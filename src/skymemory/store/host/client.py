@@ -1,0 +1,407 @@
+"""A client of a host arena: values are read where they lie and written where they stay; only control passes the socket.
+
+Loads need no answer of the owner, so they go on while it is stopped, restarted or gone. Stores need two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skymemory import native
+from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError, ValueTooLarge
+from skymemory.forks import Owner
+from skymemory.kv.block import Place
+from skymemory.metrics import Counters
+from skymemory.reasons import Miss
+from skymemory.store.accounting import size_of
+from skymemory.store.base import (
+    Buffer,
+    KeyReport,
+    LoadReport,
+    LoadTicket,
+    Places,
+    Presence,
+    RemoteStore,
+    StoreTicket,
+    check_ttl,
+)
+from skymemory.store.host import messages
+from skymemory.store.host.arena import map_read, map_write, reader_of
+from skymemory.store.host.layout import values_bytes_of
+from skymemory.store.host.messages import HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, Op, Status
+from skymemory.store.host.server import SOCKET
+
+_RETRY_S = 1.0
+"""Time between attempts to reach an owner that is gone."""
+_LOOK_S = 0.5
+"""Time between looks whether the owner is gone, and another has begun with an arena of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Mapping:
+    """An arena that is mapped here. Values that are in use keep it mapped."""
+
+    instance: bytes
+    number: int
+    reader: native.HostReader
+    values_bytes: int
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """Room that the owner gave out for one message's items."""
+
+    number: int
+    epoch: int
+    offsets: list[int | None]
+
+
+@dataclass(slots=True)
+class _StoreState:
+    mapping: Mapping
+    parts: list[_Reserved] = field(default_factory=list)
+
+
+class HostStore(RemoteStore):
+    """Store of values in shared memory that another process of this computer owns.
+
+    ``folder`` is the owner's. ``timeout_s`` limits the wait for an answer.
+
+    Raises:
+        InvalidInput: another release, or another user's.
+        SkyMemoryError: no owner answers there.
+        MissingExtra: without the compiled helper.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "host",
+        timeout_s: float = 2.0,
+        read_bytes_per_s: float = 10e9,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not native.NATIVE:
+            raise MissingExtra("the host store needs the compiled helper: install a wheel, or a C compiler and build it")
+        super().__init__(name, clock)
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._read_bytes_per_s = read_bytes_per_s
+        self._counters = Counters()
+        self._lock = threading.RLock()
+        """Lock of the socket: one message at a time."""
+        self._sock: socket.socket | None = None
+        self._retry_s = self._look_s = -math.inf
+        self._mapping = self._attach()
+        self._owner = Owner(f"the {name} store", self._let_go)
+
+    # --- the owner ---
+
+    def _attach(self, before: Mapping | None = None) -> Mapping:
+        """Connect, and map the arena, unless it is the one that is mapped already."""
+        path = self._folder / SOCKET
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.settimeout(self._timeout_s)
+            sock.connect(str(path))
+            sock.send(HELLO.pack(Op.HELLO, VERSION, 0 if before is None else before.number))
+            number, instance, values_bytes = WELCOME.unpack(_opened(sock.recv(MAX_BYTES)))
+            mapping = before
+            if before is None or before.instance != instance or before.number != number:
+                mapping = self._map(number, instance, values_bytes)
+        except OSError as error:
+            sock.close()
+            raise SkyMemoryError(
+                f"host arena {self._folder}: no owner answers ({error.strerror or error}): start one there with "
+                f"`skymemory store serve host://SIZE`"
+            ) from error
+        except BaseException:
+            sock.close()
+            raise
+        self._sock = sock
+        assert mapping is not None
+        return mapping
+
+    def _map(self, number: int, instance: bytes, values_bytes: int) -> Mapping:
+        directory = map_read(self._folder / "directory")
+        if values_bytes_of(directory) != values_bytes:
+            raise OSError("the arena has just been made anew")
+        values = map_write(self._folder / "values", values_bytes)
+        reader = reader_of(directory, values, self._folder / "pages" / f"{number}")
+        return Mapping(instance, number, reader, values_bytes)
+
+    def _let_go(self) -> None:
+        """Close a forked child's copies of the descriptors."""
+        if self._sock is not None:
+            self._sock.close()
+        self._mapping.reader.let_go()
+
+    def _look(self) -> Mapping:
+        """Return the mapping to read by; attach again if the owner has gone."""
+        now_s = self._clock()
+        if now_s >= self._look_s + _LOOK_S and self._lock.acquire(blocking=False):
+            try:
+                self._look_s = now_s
+                if self._sock is not None and _is_ended(self._sock):
+                    self._drop()
+                if self._sock is None:
+                    self._reconnect()
+            finally:
+                self._lock.release()
+        return self._mapping
+
+    def _drop(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _reconnect(self) -> bool:
+        now_s = self._clock()
+        if now_s < self._retry_s:
+            return False
+        self._retry_s = now_s + _RETRY_S
+        try:
+            self._mapping = self._attach(self._mapping)
+        except SkyMemoryError:
+            self._counters.add("unreachable")
+            return False
+        self._counters.add("reconnects")
+        return True
+
+    @contextmanager
+    def _connected(self) -> Iterator[bool]:
+        """Hold the socket; yield False if the owner does not answer."""
+        with self._lock:
+            yield self._sock is not None or self._reconnect()
+
+    def _ask(self, message: bytes) -> memoryview | None:
+        """Return the answer; None if none comes, after which the owner is gone. The lock is held.
+
+        Raises InvalidInput and ValueTooLarge as the owner says.
+        """
+        if self._sock is None and not self._reconnect():
+            return None
+        assert self._sock is not None
+        try:
+            self._sock.send(message)
+            answer = self._sock.recv(MAX_BYTES)
+            if not answer:
+                raise ConnectionError("the owner has ended")
+        except OSError:
+            self._counters.add("unanswered")
+            self._drop()
+            return None
+        return _opened(answer)
+
+    def _ask_all(self, op: Op, keys: Sequence[bytes], seconds: float | None = None) -> Iterator[memoryview | None]:
+        with self._lock:
+            for at in range(0, len(keys), MOST_ITEMS):
+                yield self._ask(messages.pack_keys(op, keys[at : at + MOST_ITEMS], seconds))
+
+    # --- reading ---
+
+    @property
+    def leases(self) -> bool:
+        return True
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
+        keys = self._check(keys)
+        pending = self._pending()
+        return [
+            Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
+            for key, size in zip(keys, self._look().reader.sizes(keys), strict=True)
+        ]
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        return self._look().reader.sizes(self._check(keys))
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        return self._look().reader.prefix(self._check(keys))
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        ticket = super().prepare_load(keys)
+        ticket.state = self._look().reader.hold(ticket.keys)
+        return ticket
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        self._check(())
+        self._loads.take(ticket)
+        started_s = self._clock()
+        held, ticket.state = ticket.state, None
+        assert isinstance(held, list)
+        values: list[memoryview | None] = []
+        reasons: list[Miss | None] = []
+        for key, view in zip(ticket.keys, held, strict=True):
+            reason = Miss.ABSENT if view is None else Miss.TOO_MANY_LOADS if view is False else None
+            if reason is None and not view.checked and not view.is_sound():
+                reason = Miss.CORRUPT
+                self._counters.add("corrupt")
+                self.delete([key])
+            values.append(memoryview(view) if reason is None else None)
+            reasons.append(reason)
+        seconds = self._clock() - started_s
+        ticket.report = LoadReport(
+            tuple(
+                KeyReport(reason=reason) if value is None else KeyReport(self._name, value.nbytes, seconds)
+                for value, reason in zip(values, reasons, strict=True)
+            ),
+            seconds,
+        )
+        misses = values.count(None)
+        self._counters.add("hits", len(values) - misses)
+        self._counters.add("misses", misses)
+        return values
+
+    def release(self, ticket: LoadTicket) -> None:
+        self._loads.discard(ticket)
+        ticket.state = None
+
+    # --- writing ---
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        ticket, now_s = self._store_ticket(items, places)
+        ticket.state = self._reserve(ticket)
+        self._stores.add(ticket, now_s)
+        return ticket
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._mapping.values_bytes:
+            raise ValueTooLarge(
+                f"a value of {size_bytes} bytes does not fit the {self._name} store's arena of "
+                f"{self._mapping.values_bytes} bytes: raise its owner's budget, or store smaller values"
+            )
+
+    def _reserve(self, ticket: StoreTicket) -> _StoreState:
+        with self._connected():
+            state = _StoreState(self._mapping)
+            sized = [(key, size_of(value)) for key, value in ticket.items]
+            for at in range(0, len(sized), MOST_ITEMS):
+                epoch = state.mapping.reader.epoch
+                message = messages.pack_reserve(sized[at : at + MOST_ITEMS], ticket.places[at : at + MOST_ITEMS])
+                answer = self._ask(message)
+                if answer is None or self._mapping is not state.mapping:
+                    break
+                number, offsets = messages.unpack_reserved(answer)
+                state.parts.append(_Reserved(number, epoch, offsets))
+            return state
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        self._check(())
+        self._stores.take(ticket)
+        started_s = self._clock()
+        state = ticket.state
+        assert isinstance(state, _StoreState)
+        done: list[bool] = []
+        for part in state.parts:
+            values = ticket.items[len(done) : len(done) + len(part.offsets)]
+            crcs = [
+                None if offset is None else state.mapping.reader.write(offset, value, part.epoch)
+                for offset, (_, value) in zip(part.offsets, values, strict=True)
+            ]
+            with self._lock:
+                # Room of another connection is void: the owner has given it back.
+                answer = self._ask(messages.pack_commit(part.number, crcs)) if self._mapping is state.mapping else None
+            if answer is None:
+                break
+            done += messages.unpack_verdicts(answer)
+        unanswered = ticket.items[len(done) :]
+        ticket.unanswered = frozenset(key for key, _ in unanswered)
+        done += [False] * len(unanswered)
+        self._counters.add("stored", done.count(True))
+        self._counters.add("refused", done.count(False))
+        ticket.seconds = self._clock() - started_s
+        return done
+
+    # --- other calls ---
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        list(self._ask_all(Op.TOUCH, self._check(keys)))
+
+    def _verdicts(self, op: Op, keys: Sequence[bytes], seconds: float | None = None) -> list[bool | None]:
+        done: list[bool | None] = []
+        for at, answer in enumerate(self._ask_all(op, keys, seconds)):
+            count = min(MOST_ITEMS, len(keys) - at * MOST_ITEMS)
+            done += [None] * count if answer is None else messages.unpack_verdicts(answer)
+        return done
+
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        return [verdict is True for verdict in self._verdicts(Op.PIN, self._check(keys), check_ttl(ttl_s))]
+
+    def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Expire values, despite leases and pins."""
+        return [verdict is True for verdict in self._verdicts(Op.EXPIRE, self._check(keys), check_ttl(ttl_s))]
+
+    def left_s(self, keys: Sequence[bytes]) -> list[float]:
+        keys = self._check(keys)
+        left: list[float] = []
+        for at, answer in enumerate(self._ask_all(Op.LEFT, keys)):
+            count = min(MOST_ITEMS, len(keys) - at * MOST_ITEMS)
+            left += [math.inf] * count if answer is None else messages.unpack_answer_seconds(answer)
+        return left
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        return self._verdicts(Op.DELETE, self._check(keys))
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
+        sizes = self._mapping.reader.sizes(self._check(keys))
+        return sum(math.inf if size is None else size for size in sizes) / self._read_bytes_per_s
+
+    @contextmanager
+    def at_once(self) -> Iterator[bool]:
+        """Loads, lookups and leases ask nobody."""
+        yield True
+
+    def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
+        return self.complete_load(ticket)
+
+    def stats(self) -> dict[str, int | float]:
+        with self._lock:
+            answer = self._ask(bytes([Op.STATS])) if not self._closed else None
+        owner = {} if answer is None else json.loads(bytes(answer))
+        return {
+            **owner,
+            **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
+            "held_values": self._mapping.reader.held,
+            "open_leases": len(self._loads) + len(self._stores),
+        }
+
+    def close(self) -> None:
+        if self._owner.elsewhere or self._closed:
+            return
+        with self._lock:
+            self._closed = True
+            self._drop()
+            self._loads.clear()
+            self._stores.clear()
+
+
+def _opened(answer: bytes) -> memoryview:
+    """Return the answer's body. Raises what the owner refuses; ConnectionError for an answer of another protocol."""
+    if not answer:
+        raise ConnectionError("the owner has ended")
+    status, body = answer[0], memoryview(answer)[1:]
+    if status == Status.OK:
+        return body
+    words = bytes(body).decode(errors="replace")
+    if status == Status.TOO_LARGE:
+        raise ValueTooLarge(words)
+    if status == Status.INVALID:
+        raise InvalidInput(words)
+    raise ConnectionError("an answer of another protocol")
+
+
+def _is_ended(sock: socket.socket) -> bool:
+    """Return True if the peer has closed: nothing is sent to us without a question."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,80 @@
+"""Files of a host arena, as they lie in shared memory (``native/host.h`` has the same in C).
+
+``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table (uint32,
+entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` belongs to one client, which alone
+writes it: the places that it holds (leases), and a ring of the places that it used. All words are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from mmap import mmap
+
+from skymemory.errors import InvalidInput
+
+HEAD_BYTES = 4096
+ENTRY_BYTES = 64
+MAGIC, PAGE_MAGIC = b"SKYHOST1", b"HSKPAGE1"
+HOLDS, USES = 16_384, 4_096
+"""Values that a client may hold at a time; uses that it may note before the owner reads them."""
+PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES)
+
+_HEAD = struct.Struct("<8sQQQQQ16sQ")
+_PAGE = struct.Struct("<8sQQQQ")
+
+_BYTES_PER_ENTRY = 4096
+_LEAST_ENTRIES, _MOST_ENTRIES = 4_096, 1 << 26
+_SLACK = 8
+"""The arena has one part in eight more bytes than its budget: for rounding, and for values that are evicted but held."""
+_LEAST_SLACK_BYTES = 1 << 20
+_PAGE_OF_MEMORY_BYTES = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShape:
+    """Sizes of an arena's files for a budget in bytes."""
+
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes <= 0:
+            raise InvalidInput(f"the host store needs a budget above 0 bytes, got {self.budget_bytes}")
+
+    @property
+    def values_bytes(self) -> int:
+        slack_bytes = max(self.budget_bytes // _SLACK, _LEAST_SLACK_BYTES)
+        return -(-(self.budget_bytes + slack_bytes) // _PAGE_OF_MEMORY_BYTES) * _PAGE_OF_MEMORY_BYTES
+
+    @property
+    def entries(self) -> int:
+        return min(max(self.budget_bytes // _BYTES_PER_ENTRY, _LEAST_ENTRIES), _MOST_ENTRIES)
+
+    @property
+    def buckets(self) -> int:
+        return 1 << (2 * self.entries - 1).bit_length()
+
+    @property
+    def directory_bytes(self) -> int:
+        return HEAD_BYTES + -(-4 * self.buckets // ENTRY_BYTES) * ENTRY_BYTES + ENTRY_BYTES * self.entries
+
+    def write_head(self, directory: mmap, seed: int, instance: bytes) -> None:
+        _HEAD.pack_into(directory, 0, MAGIC, self.values_bytes, self.entries, self.buckets, seed, 0, instance, 0)
+
+
+def instance_of(directory: mmap) -> bytes:
+    """Return the random name of the arena, another for each that is made anew."""
+    name: bytes = _HEAD.unpack_from(directory)[6]
+    return name
+
+
+def values_bytes_of(directory: mmap) -> int:
+    """Return the size of ``values`` that the directory's head states. Raises InvalidInput for another release's file."""
+    magic, values_bytes, *_ = _HEAD.unpack_from(directory)
+    if magic != MAGIC:
+        raise InvalidInput("the host arena is of another release: stop the process that serves it, and serve it anew")
+    return int(values_bytes)
+
+
+def write_page_head(page: mmap) -> None:
+    _PAGE.pack_into(page, 0, PAGE_MAGIC, HOLDS, USES, 0, 0)

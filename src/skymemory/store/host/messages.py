@@ -1,0 +1,139 @@
+"""Messages between a client of a host arena and its owner: one packet each on a Unix socket (SOCK_SEQPACKET).
+
+A request is an operation (one byte) and its body; an answer is a status (one byte) and its body, or the words of an error.
+No byte of a value is in them. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from skymemory.kv.block import Place
+from skymemory.store.base import KEY_BYTES
+
+VERSION = 1
+MOST_ITEMS = 512
+"""Values or keys in one message: a packet of a Unix socket is at most as long as its send buffer."""
+MAX_BYTES = 128 << 10
+
+
+@enum.unique
+class Op(enum.IntEnum):
+    HELLO = 1
+    """Version, and the client's number if it was connected before (else 0)."""
+    RESERVE = 2
+    COMMIT = 3
+    TOUCH = 4
+    PIN = 5
+    DELETE = 6
+    EXPIRE = 7
+    LEFT = 8
+    STATS = 9
+
+
+class Status(enum.IntEnum):
+    OK = 0
+    INVALID = 1
+    """InvalidInput, in words."""
+    TOO_LARGE = 2
+    """ValueTooLarge, in words."""
+
+
+HELLO = struct.Struct("<BIQ")
+WELCOME = struct.Struct("<Q16sQ")
+"""The client's number, the arena's instance, and the bytes of its values."""
+_COUNT = struct.Struct("<I")
+_SECONDS = struct.Struct("<d")
+_NUMBER = struct.Struct("<Q")
+_ITEM = np.dtype([("key", f"V{KEY_BYTES}"), ("bytes", "<u8"), ("place", "u1"), ("depth", "<u4"), ("parent", f"V{KEY_BYTES}")])
+_NO_PLACE, _FIRST, _AFTER = 0, 1, 2
+_REFUSED = (1 << 64) - 1
+
+
+class Malformed(ValueError):
+    """The message is not of this protocol."""
+
+
+def pack_keys(op: Op, keys: Sequence[bytes], seconds: float | None = None) -> bytes:
+    return bytes([op]) + (b"" if seconds is None else _SECONDS.pack(seconds)) + b"".join(keys)
+
+
+def unpack_keys(body: memoryview) -> list[bytes]:
+    if len(body) % KEY_BYTES:
+        raise Malformed("keys of another size")
+    data = bytes(body)
+    return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
+
+
+def unpack_seconds(body: memoryview) -> tuple[float, list[bytes]]:
+    if len(body) < _SECONDS.size:
+        raise Malformed("no time")
+    (seconds,) = _SECONDS.unpack_from(body)
+    return seconds, unpack_keys(body[_SECONDS.size :])
+
+
+def pack_reserve(items: Sequence[tuple[bytes, int]], places: Sequence[Place | None]) -> bytes:
+    rows = np.zeros(len(items), _ITEM)
+    for at, ((key, size_bytes), place) in enumerate(zip(items, places, strict=True)):
+        kind = _NO_PLACE if place is None else _FIRST if place.parent is None else _AFTER
+        parent = place.parent if place is not None and place.parent is not None else bytes(KEY_BYTES)
+        rows[at] = (key, size_bytes, kind, 0 if place is None else place.depth, parent)
+    return bytes([Op.RESERVE]) + rows.tobytes()
+
+
+def unpack_reserve(body: memoryview) -> tuple[list[tuple[bytes, int]], list[Place | None]]:
+    if not len(body) or len(body) % _ITEM.itemsize:
+        raise Malformed("items of another size")
+    items: list[tuple[bytes, int]] = []
+    places: list[Place | None] = []
+    for row in np.frombuffer(body, _ITEM):
+        items.append((row["key"].tobytes(), int(row["bytes"])))
+        kind = int(row["place"])
+        if kind > _AFTER:
+            raise Malformed("a place of another kind")
+        parent = row["parent"].tobytes() if kind == _AFTER else None
+        places.append(None if kind == _NO_PLACE else Place(int(row["depth"]), parent))
+    return items, places
+
+
+def pack_reserved(number: int, offsets: Sequence[int | None]) -> bytes:
+    return _NUMBER.pack(number) + np.array([_REFUSED if o is None else o for o in offsets], "<u8").tobytes()
+
+
+def unpack_reserved(body: memoryview) -> tuple[int, list[int | None]]:
+    (number,) = _NUMBER.unpack_from(body)
+    offsets = np.frombuffer(body, "<u8", offset=_NUMBER.size).tolist()
+    return number, [None if offset == _REFUSED else offset for offset in offsets]
+
+
+def pack_commit(number: int, crcs: Sequence[int | None]) -> bytes:
+    return bytes([Op.COMMIT]) + _NUMBER.pack(number) + np.array([_REFUSED if c is None else c for c in crcs], "<u8").tobytes()
+
+
+def unpack_commit(body: memoryview) -> tuple[int, list[int | None]]:
+    if len(body) < _NUMBER.size or len(body) % 8:
+        raise Malformed("checksums of another size")
+    number, crcs = unpack_reserved(body)
+    if any(crc is not None and crc >> 32 for crc in crcs):
+        raise Malformed("a checksum of more than 32 bits")
+    return number, crcs
+
+
+def pack_seconds(seconds: Sequence[float]) -> bytes:
+    return np.array(seconds, "<f8").tobytes()
+
+
+def unpack_answer_seconds(body: memoryview) -> list[float]:
+    return [float(seconds) for seconds in np.frombuffer(body, "<f8")]
+
+
+def pack_verdicts(verdicts: Sequence[bool | None]) -> bytes:
+    return bytes([2 if verdict is None else int(verdict) for verdict in verdicts])
+
+
+def unpack_verdicts(body: memoryview) -> list[bool]:
+    return [verdict == 1 for verdict in body]

@@ -1,0 +1,162 @@
+"""Socket of a host arena's owner: a thread that answers its clients, one message at a time.
+
+A client that does not read its answers is disconnected, so that it cannot hold up the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import socket
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.store.host import messages
+from skymemory.store.host.messages import HELLO, MAX_BYTES, VERSION, WELCOME, Malformed, Op, Status
+from skymemory.store.host.owner import ArenaStore, Client
+
+log = logging.getLogger("skymemory.store.host")
+
+SOCKET = "socket"
+_CHECKED_AT_ONCE = 16
+"""Values that are compared with their checksums before messages are looked at again."""
+_TICK_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    sock: socket.socket
+    client: Client | None = None
+
+
+class ArenaServer:
+    """Server of ``store`` at ``FOLDER/socket`` until ``close``."""
+
+    def __init__(self, store: ArenaStore, listener: socket.socket) -> None:
+        self._store = store
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._unchecked: deque[bytes] = deque()
+        """Keys of values that no one has compared with their checksums yet."""
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="host-arena", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        with suppress(OSError):
+            self._wake.send(b"\0")
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(0.0 if self._unchecked else _TICK_S):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is not self._woken:
+                        self._receive(key.data)
+                keys = [self._unchecked.popleft() for _ in range(min(_CHECKED_AT_ONCE, len(self._unchecked)))]
+                if keys and not self._closing:
+                    self._store.check_next(keys)
+        except InvalidInput:  # the store was closed
+            pass
+        finally:
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+            self._wake.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("a client could not be accepted: %s", error.strerror)
+            return
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, _Connection(sock))
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(MAX_BYTES)
+            if data:
+                connection.sock.send(self._answer(connection, memoryview(data)))
+                return
+        except BlockingIOError:
+            log.warning("client %s does not read its answers and is disconnected", connection.client)
+        except Malformed as error:
+            log.warning("client %s is disconnected: %s", connection.client, error)
+        except OSError:
+            pass
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        if connection.client is not None:
+            self._store.disconnect(connection.client)
+
+    def _answer(self, connection: _Connection, message: memoryview) -> bytes:
+        try:
+            return bytes([Status.OK]) + self._call(connection, message)
+        except ValueTooLarge as error:
+            return bytes([Status.TOO_LARGE]) + str(error).encode()
+        except InvalidInput as error:
+            return bytes([Status.INVALID]) + str(error).encode()
+
+    def _call(self, connection: _Connection, message: memoryview) -> bytes:
+        op, body, store, client = message[0], message[1:], self._store, connection.client
+        if op == Op.HELLO:
+            if len(message) != HELLO.size or client is not None:
+                raise Malformed("HELLO of another release, or a second one")
+            _, version, number = HELLO.unpack(message)
+            if version != VERSION:
+                raise InvalidInput(f"this owner speaks version {VERSION}, the client {version}: use one release for both")
+            connection.client = client = store.connect(number)
+            return WELCOME.pack(client.number, store.instance, store.arena_bytes)
+        if client is None:
+            raise Malformed("no HELLO at first")
+        if op == Op.RESERVE:
+            return messages.pack_reserved(*store.reserve(client, *messages.unpack_reserve(body)))
+        if op == Op.COMMIT:
+            number, crcs = messages.unpack_commit(body)
+            keys, done = store.commit(client, number, crcs)
+            self._unchecked.extend(key for key, stored in zip(keys, done, strict=True) if stored)
+            return messages.pack_verdicts(done)
+        if op == Op.TOUCH:
+            store.touch(messages.unpack_keys(body))
+            return b""
+        if op == Op.PIN:
+            seconds, keys = messages.unpack_seconds(body)
+            return messages.pack_verdicts(store.pin(keys, seconds))
+        if op == Op.EXPIRE:
+            seconds, keys = messages.unpack_seconds(body)
+            return messages.pack_verdicts(store.expire(keys, seconds))
+        if op == Op.DELETE:
+            return messages.pack_verdicts(store.delete(messages.unpack_keys(body)))
+        if op == Op.LEFT:
+            return messages.pack_seconds(store.left_s(messages.unpack_keys(body)))
+        if op == Op.STATS:
+            return json.dumps(store.stats()).encode()
+        raise Malformed(f"operation {op}")
+
+
+def listen_in(folder: Path) -> socket.socket:
+    """Return the listening socket of the folder's owner, which alone may call this."""
+    path = folder / SOCKET
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
