@@ -365,6 +365,8 @@ class HostStore(RemoteStore):
         return self.complete_load(ticket)
 
     def stats(self) -> dict[str, int | float]:
+        if self._owner.elsewhere:
+            self._owner.check()
         with self._lock:
             answer = self._ask(bytes([Op.STATS])) if not self._closed else None
         owner = {} if answer is None else json.loads(bytes(answer))
