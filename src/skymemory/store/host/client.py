@@ -223,10 +223,12 @@ class HostStore(RemoteStore):
         ]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        return self._look().reader.sizes(self._check(keys))
+        keys = self._check(keys)
+        return self._look().reader.sizes(keys)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        return self._look().reader.prefix(self._check(keys))
+        keys = self._check(keys)
+        return self._look().reader.prefix(keys)
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = super().prepare_load(keys)
