@@ -150,7 +150,7 @@ def _real(
     before = Shell(planes, slots, altitude_m, inclination_deg)
     # A hybrid host with a climbing gateway has the fastest reads in all four, at 17 places through a revolution: 2.9 MB
     # on Starlink A in 38 ms in the median and 58 ms in p99; with the nearest gateway in 66 and 410 ms. Access through
-    # the gateway alone takes as long, and longer if beams have rates (``sim.sky.physical``).
+    # the gateway alone takes as long, and longer if beams have rates (``skymemory_lab.sim.sky.physical``).
     newest = Preset(name, words, shell, shell.torus, access="hybrid", gateway="climbing", version=2)
     return newest, Preset(name, words, before, before.torus)
 

@@ -1,4 +1,4 @@
-"""Handler of handovers: turns the plan of ``Handover`` into MIGRATE packets, and the ACKs into deletions.
+"""Handler of handovers: turns the plan of ``ChunkHandover`` into MIGRATE packets, and the ACKs into deletions.
 
 If two copies of a chunk meet, the satellite keeps the copy that belongs here and sends the other on.
 """
