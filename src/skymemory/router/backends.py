@@ -368,7 +368,7 @@ class Backends:
                 self.on_ejected(name)
                 log.warning("server %s is ejected: %s", name, decision.why)
             case "return":
-                if decision.why:
+                if decision.why:  # its process was restarted, so that its cache is gone
                     self._picker_of(known).scorer.forget(known.server)
                 known.why = ""
                 log.warning("server %s is back", name)

@@ -402,6 +402,7 @@ class RequestQueue:
 
     def _figures_of(self, entry: QueueEntry) -> Figures:
         tenant = entry.request.tenant
+        # Only configured tenants become labels of metrics, not names from requests.
         label = tenant if tenant in self._weights else "other" if tenant else "unknown"
         key = (entry.request.priority, label)
         figures = self._figures.get(key)
@@ -467,6 +468,7 @@ class _Level:
         flow.at = flow.listed_at = 0
         self.idle[flow.tenant] = flow.start
         if len(self.idle) > _MAX_IDLE:
+            # Other tags have no effect: `join` starts at the virtual time or later.
             ahead = [(tenant, start) for tenant, start in self.idle.items() if start > self.virtual]
             self.idle = dict(ahead[-_MAX_IDLE // 2 :])
         if len(self._order) > 2 * len(self.flows) + _SLACK:

@@ -170,7 +170,7 @@ class Follower:
                 await asyncio.sleep(1.0)
 
     async def _turn(self) -> None:
-        if not (self._resume or self._feed.wiped or self._feed.busy):
+        if not (self._resume or self._feed.wiped or self._feed.busy):  # else there is work without a message
             wait_s = self._pace.patience_s if self._feed.order.gap else self._pace.probe_s
             await self._poller.poll(round(wait_s * 1000) + 1)
         self._check_connection()

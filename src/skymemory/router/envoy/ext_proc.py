@@ -422,6 +422,7 @@ class ExtProcExchange:
         self._has_answered = True
         account = self._account = self._service.book(placement, now_s)
         self._on_sent(account, now_s)
+        # `prefiller`: server named to the sidecar; None: there are no sidecars; empty: the sidecar's engine prefills.
         counters, prefiller = self._service.counters, None if self._service.alone is None else ""
         if placement.decode is not None:
             prefiller = placement.prefill.server

@@ -766,6 +766,7 @@ class HttpConnection(asyncio.Protocol):
             self.deadline.set(app.head_s, self._head_timeout)
             return
         self._move_seat(State.BODY)
+        # Arriving bytes move the body's deadline, but not beyond `client_s` after the request's begin.
         now_s = time.monotonic()
         if request.rate is None:
             request.rate = LeastRate(now_s)

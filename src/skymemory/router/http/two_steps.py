@@ -321,7 +321,7 @@ class TwoStepExchange(Exchange):
         self._response_head, self._log.decision, self._answer_fault = None, account.decision, None
         kind = DECODED if self._wants_stream else WHOLE
         shared.backends.policy.on_sent(self, account.decision.server, time.monotonic(), 0.0, kind)
-        if self._prefill_call is None and not self._wants_stream:
+        if self._prefill_call is None and not self._wants_stream:  # no first byte will show that it decodes
             self._last_tokens_s = time.monotonic()
             account.first_byte(self._last_tokens_s)
         self._call = pool.ask(self, self._get_request_head(pool, body, self._left_out_headers), body, True, self._sends)

@@ -210,7 +210,7 @@ class PromptReader:
             raise ApiError(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are allowed", param)
         if adapter:
             return model, adapter
-        base = self.adapters.get(model)
+        base = self.adapters.get(model)  # requests may name an adapter as their model
         return (model, "") if base is None else (base or model, model)
 
     def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:

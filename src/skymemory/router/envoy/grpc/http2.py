@@ -540,7 +540,7 @@ class Http2:
         state = self._open.get(stream)
         if state is None or state.finished:
             return
-        if not state.pending and len(data) <= min(state.sends, self._sends, self._peer_frame):
+        if not state.pending and len(data) <= min(state.sends, self._sends, self._peer_frame):  # it fits the windows
             self._data_frame(stream, state, data)
             return
         state.pending.append(data)
@@ -650,6 +650,7 @@ class Http2:
             self._send_pending(stream, self._open[stream])
 
     def _set_first_window(self, value: int) -> None:
+        # The change applies to open streams, too, and may make their windows negative (RFC 9113, 6.9.2).
         more = value - self._first_window
         self._first_window = value
         for stream, state in list(self._open.items()):
