@@ -89,16 +89,16 @@ class _Histogram:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Plain numbers, converted on a scrape."""
+    """Counts of a server, converted on a scrape."""
 
-    outcomes: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)  # its requests
     prompt_tokens: int = 0
-    matched_tokens: int = 0
-    reported_tokens: int = 0
-    cached_tokens: int = 0
-    retries: int = 0
+    matched_tokens: int = 0  # part of `prompt_tokens`: cached by the prefix index
+    reported_tokens: int = 0  # prompts whose answers report cached tokens
+    cached_tokens: int = 0  # part of `reported_tokens`
+    retries: int = 0  # failed attempts that were retried elsewhere
     ejections: int = 0
-    prefills: dict[str, int] = field(default_factory=dict)
+    prefills: dict[str, int] = field(default_factory=dict)  # outcomes of prefills for other servers
     ttft: _Histogram = field(default_factory=lambda: _Histogram(_SECONDS))
 
 
@@ -241,6 +241,8 @@ _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens"
 
 
 class _FleetGauges:
+    """Gauges of all servers, labelled by role if decode servers are separate."""
+
     def __init__(
         self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str], is_ejected: Callable[[str], bool]
     ) -> None:

@@ -71,6 +71,7 @@ def _check_fixed(backend: Backend) -> None:
 
 
 def completed(backend: Backend, settings: PickerSettings) -> Backend:
+    """Add settings that all endpoints share."""
     host = backend.name.rpartition(":")[0]
     if not backend.events and settings.events_port:
         replay = f"tcp://{host}:{settings.replay_port}" if settings.replay_port else ""
@@ -106,7 +107,7 @@ class FileSource:
         self._endpoints = self._read()
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return None while the file is invalid: a half-written file removes no endpoint."""
+        """Return None if a change is invalid: a half-written file removes no endpoint."""
         try:
             status = self._path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size):
