@@ -117,6 +117,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[MemoryObj]) -> None:
         size_bytes = sum(memory.get_size() for memory in memory_objs)
+        # A full queue refuses the objects: saves must not fill the memory.
         if not self.values.queue(size_bytes):
             return
         for memory in memory_objs:

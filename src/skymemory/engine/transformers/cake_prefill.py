@@ -102,6 +102,7 @@ class CakePrefill:
                 session.set_budget(budget)
 
     def _compute(self, step: ComputeStep, cache: SkyCache, ids: Tokens, prompt: torch.Tensor) -> None:
+        # Chunks loaded in front of this step become contents.
         if cache.get_seq_length() != step.first_token:
             cache.fill(ids[: step.first_token])
         with torch.inference_mode():

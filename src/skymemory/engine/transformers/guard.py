@@ -375,6 +375,7 @@ class GuardHook:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *output: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # torch calls it before a pass with (args, kwargs), and after it with the output, too.
         guard = self._guard() if self._guard is not None else None
         if kwargs is None:  # removed after this pass began: torch no longer passes kwargs
             return None

@@ -295,6 +295,7 @@ class KVCManager:
         return cache
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
+        # A new cache with the longest stored prefix of ``ids``; ``account``: count it as a user's request.
         cache = self._empty(len(ids))
         if self._states is not None:
             cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
@@ -336,6 +337,7 @@ class KVCManager:
         return result
 
     def _add(self, ids: Tokens, passed_cache: Cache | None, seconds: dict[str, float]) -> StoreResult:
+        # Store what the store lacks: first from a cache that has these tokens, then by computing the remaining blocks.
         with self._lock:
             self._check_open()
             self._settle_unseen()

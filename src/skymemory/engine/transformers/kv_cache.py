@@ -370,6 +370,7 @@ class GroupRoom:
             self.presence.mark_present(index * tokens, (index + 1) * tokens)
 
     def place(self, index: int, block: memoryview) -> None:
+        # Copy a loaded block to its tokens.
         tokens = self._layout.block_tokens
         if self._staging is not None:
             self._staging.place(index, block)
@@ -846,6 +847,7 @@ class Staging:
         self._ends: list[Any] = []
 
     def place(self, index: int, block: memoryview) -> None:
+        # Gather blocks of all threads in a batch; the thread that completes a full batch sends it to the device.
         with self._changed:
             batch = self._batch = self._batch or _BatchRows(_pinned(self._layout, self._device))
             slot = len(batch.indices)

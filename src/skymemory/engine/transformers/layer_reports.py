@@ -37,6 +37,7 @@ class LayerReports:
         layers = len(self._layers)
         if self._report is None:
             return
+        # The first pass computes the prompt, each later pass a token.
         if self._passes == 0:
             self._report(number / layers * self._first_share, f"layer {number} of {layers}")
         else:

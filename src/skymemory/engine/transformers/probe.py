@@ -81,6 +81,7 @@ def _rope_types(parameters: object) -> list[str]:
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
+    # Such layers make the results random.
     if not module.training:
         return False
     if isinstance(module, _DropoutNd):
@@ -277,6 +278,7 @@ class _Probe:
         return [self._behind_pretended(width, first) for first in (0.0, 0.0, 10.0)]
 
     def _behind_pretended(self, width: int, first: float) -> torch.Tensor:
+        # The logits of two tokens after ``width`` made-up tokens, the first of them changed by ``first``.
         layout, cache = self._layout, DynamicCache(config=self._model.config.get_text_config(decoder=True))
         for index, kind in enumerate(self._kinds):
             if kind.attention and not kind.states:

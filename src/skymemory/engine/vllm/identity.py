@@ -278,8 +278,11 @@ class Seeds:
 
     def __init__(self, context: CacheContext) -> None:
         self._context = context
+        # Digests by adapter, salt and generation.
         self._known: dict[tuple[str, str, str], bytes] = {}
+        # Digest of the files and their state, by id, name and folder.
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
+        # Adapters whose files have changed since: neither loaded nor saved.
         self._changed: set[tuple[int, str, str]] = set()
         # Adapters reloaded from other files: vLLM's cache has older blocks of these names.
         self._reloaded: set[tuple[int, str, str]] = set()

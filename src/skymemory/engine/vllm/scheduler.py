@@ -727,6 +727,7 @@ class LoadRate:
         self._passed_over = 0
 
     def record(self, size_bytes: int, seconds: float) -> None:
+        # Sums for a linear regression of seconds over bytes, with exponential decay.
         self._passed_over = 0
         if size_bytes and seconds > 0:
             self._weight = self._weight * _KEPT_LOADS + 1

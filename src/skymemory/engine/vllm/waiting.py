@@ -48,6 +48,7 @@ class DelayedCalls:
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self._name = name
         self._workers = TierWorkers(name, threads, waiting)
+        # A heap by time of start; the number decides between equal times.
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()

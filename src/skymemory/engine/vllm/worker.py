@@ -155,8 +155,10 @@ class _BackwardJob(_Job):
     ) -> None:
         super().__init__(load, copiers, after, blocks_per_value, began_s, math.inf)
         (self.piece,) = load.pieces
+        # Blocks before this number are computed, and must not be written.
         self._fence = fence
         self._next = load.values - 1
+        # Values placed, in any order, as two threads may load.
         self._done: set[int] = set()
         self.threads = 0
         self.ended_s = began_s
@@ -548,6 +550,7 @@ class Saver:
         # Buffers by part, for reuse: the first touch of memory is ten times slower.
         self._free: list[list[memoryview]] = [[] for _ in parts.parts]
         self._waiting: deque[_Waiting] = deque()
+        # Number of values not stored yet.
         self._held = 0
         self._held_bytes = ByteBudget(queue_bytes)
         self._changed = threading.Condition()
@@ -556,6 +559,7 @@ class Saver:
         self._read_back: list[tuple[int, float]] = []
         self._saved: list[bytes] = []
         self._unsaved: list[bytes] = []
+        # True until the first values are stored: they are loaded again to measure the store.
         self._reads_back = True
         self._thread: threading.Thread | None = None
 
