@@ -137,7 +137,9 @@ class PoolController:
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._last_s: float | None = None
+        # No change begins before this time.
         self._next_s = -math.inf
+        # Time since which a pool has had no serving instance.
         self._empty_s: dict[Role, float | None] = dict.fromkeys(ROLES)
         self._change: RoleChange | None = None
         self._begun_s = 0.0

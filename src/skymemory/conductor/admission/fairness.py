@@ -48,6 +48,7 @@ class Fair(RuleAround):
         self.slo = slo
         self.name = f"{rule.name}+fair"
         self._shares = TenantShares(settings.share_window_s, settings.weights)
+        # Time of the last request, by priority.
         self._levels: dict[int, float] = {}
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
@@ -142,9 +143,11 @@ class TenantShares:
     def __init__(self, window_s: float, weights: Mapping[str, float]) -> None:
         self._window_s = window_s
         self._weights = weights
+        # Time, tenant, cost and admission of each request in the window.
         self._log: deque[tuple[float, str, float, bool]] = deque()
         self._accounts: dict[str, _Account] = {}
         self._used = 0.0
+        # Share per unit of weight, and when it was computed.
         self._level = math.inf
         self._level_at_s = -math.inf
 

@@ -156,6 +156,7 @@ class Price:
         self._sorted_s = -math.inf
 
     def record_request(self, cost: float, now_s: float) -> None:
+        # Admitted or refused: the price depends on all that was asked for.
         self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
@@ -233,9 +234,11 @@ class Batches:
 
     def __init__(self) -> None:
         self.tokens = 0
+        # Running statistics of context tokens and time between tokens, and the line through them.
         self._seen = 0
         self._mean_tokens = self._mean_tbt_s = self._var = self._cov = 0.0
         self._line: tuple[float, float] | None = None
+        # For ``stay_s``: admitted requests, their time so far, and how many ended.
         self._inside = 0
         self._since_s = 0.0
         self._waited_s = self._ended = 0.0  # both decay at the same rate

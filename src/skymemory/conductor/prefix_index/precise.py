@@ -272,6 +272,7 @@ class PreciseIndex:
             self._table.add(_NUMBERS[medium], slot, block)
 
     def _take_away(self, slot: int, changes: Iterable[Change]) -> None:
+        # The engine no longer has these blocks there.
         for medium, block in changes:
             self._table.take(_NUMBERS[medium], slot, block)
 

@@ -199,6 +199,7 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
         super().__init__(blocks_per_server, max_match, secret)
         self.counters = Counters()
         self.log_end = 0
+        # Replicas number servers differently, so deltas name them.
         self._name_of, self._slot_of = name_of, slot_of
         self._log: deque[Delta] = deque(maxlen=MAX_DELTAS)
 

@@ -73,7 +73,9 @@ class LeastTbt(Scorer):
         self._learnt_s, self._ended = 0.0, 0
         self._parts: dict[int, Parts] = {}
         self._batches: dict[int, _Batch] = {}
+        # Booked requests by request id and slot; repeated sends append.
         self._open: dict[tuple[int, int], list[_Booked]] = {}
+        # The request's last booking, whose time of joining is an estimate.
         self._expected: dict[int, _Booked] = {}
 
     @property

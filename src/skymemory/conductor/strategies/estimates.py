@@ -140,10 +140,12 @@ class LearnedSpeeds(ServerSpeeds):
 
     def __init__(self) -> None:
         super().__init__()
+        # Last observations and curve of each server, and of all servers together.
         self._seen: dict[int, deque[Point]] = {}
         self._lines: dict[int, Line] = {}
         self._together: deque[Point] = deque(maxlen=2 * self.KEPT)
         self._common: Line = UNKNOWN
+        # Answers that were not streamed, used while no prefill was seen alone.
         self._whole: deque[tuple[float, float, float, float]] = deque(maxlen=4 * self.KEPT)
         self._of_whole: Line | None = None
         self._count = 0

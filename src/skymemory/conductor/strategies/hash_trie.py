@@ -104,6 +104,7 @@ class HashTrie(Scorer):
                 self._sets.pop(block, None)
 
     def _learn(self, blocks: Blocks, server: Server) -> None:
+        # Record that the server holds these blocks; evict the least recently used.
         sets, bit = self._sets, 1 << server.slot
         # From the end to the start, so that the head of a chain is evicted after its tail.
         for block in reversed(blocks[: self.settings.max_blocks].tolist()):

@@ -120,6 +120,7 @@ class NearestSignature(Scorer):
         return Ranking(scores, reasons=(reason,), weights=(("bits away", bits), ("requests there", loads)))
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        # Remember the prompt's signature, in the place of the server's oldest.
         pieces = request.prompt.pieces
         if not len(pieces):
             return

@@ -49,6 +49,7 @@ class RequestNotes(Generic[Note]):
             self._further.setdefault(key, []).append(note)
 
     def take(self, request: Request, server: Server) -> Note | None:
+        # The first note is returned; the next, of a repeated send, takes its place.
         key = (id(request), server.slot)
         entry = self._open.pop(key, None)
         if entry is None:
@@ -176,6 +177,7 @@ class Indexed(Scorer):
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
         self.index = index
         self._set_capacity = getattr(index, "set_capacity", None)
+        # Prompts sent and not computed yet, counted as held.
         self._counts_under_way = under_way_blocks > 0
         self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
         self._notes: RequestNotes[Sent] = RequestNotes()

@@ -55,6 +55,7 @@ class Approximate(Indexed):
     ) -> None:
         super().__init__(index, under_way_blocks)
         self.settings = settings or ApproximateSettings()
+        # Requests sent to a server since its report at this time.
         self._since: dict[int, tuple[float, int]] = {}
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
 
