@@ -1,4 +1,12 @@
-"""The servers of a router, and the picker, which chooses a server per request."""
+"""The servers of a router, and the picker, which chooses a server per request in this order:
+
+1. Servers that take requests: healthy, not draining, in the requested subset.
+2. Of these, servers that have the request's LoRA adapter loaded, or have room for it.
+3. The servers with the strategy's highest score.
+4. Among equal scores, a draw from a seeded sequence.
+
+A server keeps its *slot*, a small number, while it is in the fleet.
+"""
 
 from __future__ import annotations
 

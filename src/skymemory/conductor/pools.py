@@ -1,21 +1,36 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
 The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
-change: it drains the instance and opens it in the other role.
+change: it drains the instance and opens it in the other role. The controller has no I/O and no clock.
 
-Need is measured by time (1: at the objective), spare capacity by work: demand is a number of instances, load is demand
-per serving instance. Both are smoothed over time. An instance moves from pool G to pool R if all of these hold:
+Need is measured by time, spare capacity by work. Both are smoothed over time::
+
+    need      prefill   TAIL · queue_s / ttft objective, the mean over instances
+              decode    max((1 - idle / tbt_s) / (1 - idle / tbt objective), kv_share), the mean over requests
+              1: at the objective
+
+    demand    prefill   Σ max(1 if it has work, else 0, queue_s / ttft objective)
+              decode    Σ max((1 - shared / tbt_s) / (1 - idle / tbt objective), 1 - (1 - kv_share) · shared / tbt_s)
+              a number of instances, so it does not jump when an instance moves
+
+    load      demand / serving instances; 1: no more work fits within the objective
+
+A batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per second. Decode
+demand is this rate over that at the objective (``idle / (1 - c · rate)`` between tokens) or with full memory (a batch
+of ``n / kv_share``). ``tbt`` itself is not proportional to work.
+
+An instance moves from pool G to pool R if all of these hold:
 
 1. ``need(R) ≥ high``.
 2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``. ``growth`` is ``1 + 1 / serving(R)``, at most
    ``MOST_GROWTH``: a larger R sends more work through both pools. If G prefills, its need after the move is at most 1,
-   too.
-3. ``load_after · (1 + margin) ≤ load(R)``: with constant demands no move is undone.
+   too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
+3. ``load_after · (1 + margin) ≤ load(R)``.
 4. G keeps an instance. If the others fail during the drain, it is called off.
 5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
-Mooncake's prefill and decode loads swing in opposition; reacting to the lagging pool feeds the swing, which smoothing,
-rule 2 and ``settle_s`` prevent.
+Rule 3 is the hysteresis: with constant demands no move is undone. Mooncake's prefill and decode loads swing in
+opposition; reacting to the lagging pool feeds the swing, which smoothing, rule 2 and ``settle_s`` prevent.
 """
 
 from __future__ import annotations

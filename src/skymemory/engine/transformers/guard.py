@@ -1,4 +1,9 @@
-"""Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes."""
+"""Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes.
+
+A call (``Guard.__call__``): find the cache, check that the model is unchanged, make the common prefix of input and
+loaded tokens contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
+used (``on_pass_end``), the others as unused, by reason (``settle``).
+"""
 
 from __future__ import annotations
 

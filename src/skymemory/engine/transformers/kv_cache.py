@@ -1,4 +1,8 @@
-"""SkyCache: the transformers cache for ``generate``; prefilled in place, growing in place."""
+"""SkyCache: the transformers cache for ``generate``; prefilled in place, growing in place.
+
+DynamicCache's first step would copy all that was loaded. Here all layers share one tensor (layers, 2, kv_heads,
+room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) use DynamicLayer.
+"""
 
 from __future__ import annotations
 
