@@ -9,9 +9,6 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
-__path__: list[str] = []  # as of a package: the old module ``cost_model.written`` is forwarded (``moved``)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a transformer that determine its operations and the bytes of its weights and KV cache."""

@@ -51,6 +51,7 @@ ALONE = (
     "prefill-failed",  # every prefill server that was tried failed
     "params-refused",  # the decode server refused kv_transfer_params: it has no connector, or another one
     "no-header",  # the sidecar's request names no prefill server
+    "stream-continued",  # it continues a stream that another server broke off
 )
 """Reasons why a single server served a prompt although prefill and decode are separate."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -179,7 +179,7 @@ class _Refused(Exception):
 async def _words(answer: aiohttp.ClientResponse) -> str:
     """Return an error's message, or the start of another body."""
     text = (await answer.content.read(1 << 16)).decode(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         body = json.loads(text)
         error = body.get("error", body)
         text = str(error["message"] if isinstance(error, dict) else error)

@@ -310,7 +310,7 @@ class InFlight:
         operation.requests.clear()
 
     def extend(self, request: PacketRequest, now_s: float) -> None:
-        request.deadline_s = now_s + _timeout_s(request.peer, request.link)
+        self._set_deadline(request, now_s + _timeout_s(request.peer, request.link))
 
     def hurry(self, request: PacketRequest, now_s: float) -> None:
         """Shorten the deadline: an earlier part of the answer seems lost."""

@@ -117,7 +117,8 @@ class Gossip:
         if self._replicas is None:
             at_home = [ref for ref in refs if self._locator.home(ref) == self._here]
             self._announce(at_home, now_s)
-            away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in at_home]
+            here = set(at_home)
+            away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in here]
             self._proofs.ask(away, self._on_proof, now_s)
         else:
             self._ask_about_copies(self._replicas, refs, now_s)

@@ -224,7 +224,7 @@ class Exchange(Attempts):
     @property
     def _has_tokens(self) -> bool:
         path = self.incoming.path
-        if self._shared.settings.prompts.tokenizer is None:
+        if not self._shared.reader.has_tokenizer:
             return path in API_PATHS and len(self.incoming.body) >= IN_THREAD_BYTES
         return path in PROMPT_PATHS
 
