@@ -240,7 +240,7 @@ release: $(VENV)/.installed ## source distribution and wheels in dist/, checked 
 	@.ci/install --all --files dist
 
 models-page: $(VENV)/.installed-dev ## docs/reference/models.md: every family by every use
-	@$(BIN)/python -m tests.engine.matrix > docs/reference/models.md
+	@$(BIN)/python -m tests.engine.transformers.matrix > docs/reference/models.md
 
 compatibility-page: $(VENV)/.installed-dev $(VLLM)/.installed $(ENGINES)/.installed ## docs/reference/compatibility.md: every test with a real engine and what came of it, 15 minutes
 	@status=0; $(BIN)/python -m pytest -p tests.record --record docs/reference/compatibility.json -m "vllm or engines" -rs tests/vllm tests/engines $(ARGS) || status=$$?; \

@@ -2,9 +2,7 @@
 
 #include <string.h>
 
-#include "gossip.h"
 #include "handover.h"
-#include "sweep.h"
 
 #define MOST_QUESTIONS_OF_PROOFS 128U
 #define MOST_PLACEMENTS 32U
@@ -266,12 +264,8 @@ bool sky_checks_answered(sky_satellite *satellite, const sky_header *header, con
         const bool settled = (header->flags & SKY_FLAG_SETTLED) != 0U;
         if (question.purpose == SKY_FOR_PROOF) {
             proof_checked(satellite, &question, found, same_moves, settled, now);
-        } else if (question.purpose == SKY_FOR_GOSSIP) {
-            sky_gossip_checked(satellite, &question, found, same_moves, now);
-        } else if (question.purpose == SKY_FOR_SWEEP) {
-            sky_sweep_checked(satellite, &question, found, same_moves, now);
         } else {
-            sky_repair_checked(satellite, &question, found, same_moves);
+            satellite->events->on_checked[question.purpose](satellite, &question, found, same_moves, now);
         }
     }
     sky_question_end(questions, &question);
@@ -279,15 +273,6 @@ bool sky_checks_answered(sky_satellite *satellite, const sky_header *header, con
 }
 
 /* --- Proofs of loss --- */
-
-/* The owner learns what is certain. */
-static void proved(sky_satellite *satellite, const sky_case *of, bool lost, sky_us now) {
-    if (of->owner == SKY_FOR_SWEEP) {
-        sky_sweep_proved(satellite, of->ref, lost, now);
-    } else {
-        sky_gossip_proved(satellite, of->ref, lost, now);
-    }
-}
 
 /* Reports a loss, once, if no satellite is left that may have one of the chunks. */
 static void judge(sky_satellite *satellite, uint32_t id, sky_us now) {
@@ -307,7 +292,7 @@ static void judge(sky_satellite *satellite, uint32_t id, sky_us now) {
             sky_subject_of(questions, at)->closed = true;
         }
         of->open = 0;
-        proved(satellite, of, true, now);
+        satellite->events->on_proved[of->owner](satellite, of->ref, true, now);
     }
 }
 
@@ -326,7 +311,7 @@ static void proof_checked(sky_satellite *satellite, const sky_question *question
             subject->closed = true;
             of->open -= 1U;
             if (of->open == 0U) {
-                proved(satellite, of, false, now);
+                satellite->events->on_proved[of->owner](satellite, of->ref, false, now);
             }
         } else if (same_moves && settled && now - of->asked <= SKY_PROOF_US) {
             subject->left -= 1;

@@ -70,7 +70,7 @@ uint32_t sky_missing(const sky_satellite *satellite, const uint8_t *ref, uint32_
 /* --- Proofs of loss --- */
 
 /* Asks all satellites that may have a chunk. Begin, add values (by a packed reference, and chunks of its setting that are
- * not here, ascending), send. The owner learns what is proved by its sky_..._proved, perhaps at once. */
+ * not here, ascending), send. The owner learns what is proved by `on_proved`, perhaps at once. */
 void sky_proofs_begin(sky_satellite *satellite);
 void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t *indices, uint32_t count,
                     sky_purpose owner, sky_us now);

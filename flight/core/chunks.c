@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "handover.h"
-#include "migration.h"
 #include "state.h"
 
 enum { TAKEN = 0, REFUSED = 1 };
@@ -134,7 +133,7 @@ static void store_chunk(sky_satellite *satellite, sky_unanswered *request, const
     count_stored(satellite, &outcome, op, 1U, request->key, now);
     note(chunks, request, outcome.stored ? TAKEN : REFUSED, index);
     if (outcome.stored) {
-        sky_migration_stored(satellite, chunk->ref, &request->header, now);
+        satellite->events->on_stored(satellite, chunk->ref, &request->header, now);
     }
 }
 
@@ -217,7 +216,7 @@ static void store_incoming(sky_satellite *satellite, sky_unanswered *request, ui
     count_stored(satellite, &outcome, request->header.op, count, request->key, now);
     for (uint32_t each = 0U; each < count; each++) {
         note(chunks, request, TAKEN, sky_ref_index(incoming[each].ref));
-        sky_migration_stored(satellite, incoming[each].ref, &request->header, now);
+        satellite->events->on_stored(satellite, incoming[each].ref, &request->header, now);
     }
 }
 

@@ -66,7 +66,7 @@ sky_torus sky_config_torus(const sky_config *config) {
     return torus;
 }
 
-const char *sky_config_error(const sky_config *config) {
+static const char *place_error(const sky_config *config) {
     const uint32_t plane = config->address >> 12, slot = config->address & 0xFFFU;
     const char *error = NULL;
     if (config->planes < 1U || config->planes > 4096U || config->slots < 1U || config->slots > 4096U) {
@@ -77,7 +77,18 @@ const char *sky_config_error(const sky_config *config) {
         error = "address: expected a satellite, not a gap";
     } else if (config->centre_plane >= config->planes || config->centre_slot >= config->slots) {
         error = "the centre is not on the torus";
-    } else if (config->memory_bytes > (uint64_t)1 << 40) {
+    } else if (config->slot_link_ps < 1U || config->plane_link_ps < 1U ||
+               config->slot_link_ps > (uint64_t)1 << 46 || config->plane_link_ps > (uint64_t)1 << 46) {
+        error = "link delays: expected 1 ps to 70 s";
+    } else {
+        /* sound */
+    }
+    return error;
+}
+
+static const char *store_error(const sky_config *config) {
+    const char *error = NULL;
+    if (config->memory_bytes > (uint64_t)1 << 40) {
         error = "memory: expected 1 TiB at most";
     } else if (config->cell_bytes < 64U || config->cell_bytes > 65536U) {
         error = "cells: expected 64 to 65536 bytes";
@@ -92,31 +103,52 @@ const char *sky_config_error(const sky_config *config) {
         error = "pin share: expected at most 65536, which is all";
     } else if (config->replicas < 1U || 2U * config->replicas > SKY_MOST_PLACES) { /* all are asked, now and before a move */
         error = "replicas: expected 1 to 32";
-    } else if (config->slot_link_ps < 1U || config->plane_link_ps < 1U ||
-               config->slot_link_ps > (uint64_t)1 << 46 || config->plane_link_ps > (uint64_t)1 << 46) {
-        error = "link delays: expected 1 ps to 70 s";
-    } else if (!is_time(config->sweep) || config->sweep == 0 || !is_time(config->notice_hold) || !is_time(config->confirm) ||
-               !is_time(config->neighbour_timeout) || !is_time(config->handover_timeout) ||
-               !is_time(config->handover_grace) || config->handover_grace == 0 || !is_time(config->handover_gap)) {
+    } else {
+        /* sound */
+    }
+    return error;
+}
+
+static const char *time_error(const sky_config *config) {
+    const char *error = NULL;
+    if (!is_time(config->sweep) || config->sweep == 0 || !is_time(config->notice_hold) || !is_time(config->confirm) ||
+        !is_time(config->neighbour_timeout) || !is_time(config->handover_timeout) ||
+        !is_time(config->handover_grace) || config->handover_grace == 0 || !is_time(config->handover_gap)) {
         error = "times: expected 11 days at most, and 1 us or more for the sweep and the grace period of a handover";
     } else if (config->handover_window < 2U || config->handover_window > 65536U) { /* it is never cut to less than 2 */
         error = "handover window: expected 2 to 65536 bursts";
-    } else if (config->ring.count > SKY_MOST_KEYS_IN_RING) {
+    } else {
+        /* sound */
+    }
+    return error;
+}
+
+static bool is_count(uint32_t count, uint32_t most) { return count >= 1U && count <= most; }
+
+static const char *pool_error(const sky_config *config) {
+    const char *error = NULL;
+    if (config->ring.count > SKY_MOST_KEYS_IN_RING) {
         error = "keys in a ring: expected 16 at most";
-    } else if (config->most_back_offs < 1U || config->most_back_offs > UINT16_MAX || config->most_conflicts < 1U ||
-               config->most_conflicts > UINT16_MAX || config->most_transfers < 1U ||
-               config->most_transfers >= UINT16_MAX || config->most_ground_hosts < 1U ||
-               config->most_ground_hosts >= UINT16_MAX || config->most_runs < 1U || config->most_runs > UINT16_MAX) {
+    } else if (!is_count(config->most_back_offs, UINT16_MAX) || !is_count(config->most_conflicts, UINT16_MAX) ||
+               !is_count(config->most_transfers, UINT16_MAX - 1U) ||
+               !is_count(config->most_ground_hosts, UINT16_MAX - 1U) || !is_count(config->most_runs, UINT16_MAX)) {
         error = "back-offs, conflicts, transfers, ground hosts and runs: expected 1 to 65534 of each";
     } else if (config->outbox_bytes < 16384U || config->postponed_bytes < 65536U ||
                config->postponed_bytes > (uint32_t)1 << 30) {
         error = "outbox: expected 16384 bytes or more; postponed: 65536 bytes to 1 GiB";
     } else if (config->most_written < 1U || config->most_deleted < 1U || config->most_dead < 1U ||
-               config->most_departed < 1U || config->most_senders < 1U || config->most_senders > UINT16_MAX ||
-               config->most_forgotten < 1U || config->remembered < 1U || config->remembered > UINT16_MAX) {
+               config->most_departed < 1U || !is_count(config->most_senders, UINT16_MAX) ||
+               config->most_forgotten < 1U || !is_count(config->remembered, UINT16_MAX)) {
         error = "what is remembered: expected 1 or more of each, 65535 senders and numbers at most";
     } else {
         /* sound */
     }
     return error;
+}
+
+const char *sky_config_error(const sky_config *config) {
+    const char *error = place_error(config);
+    error = error != NULL ? error : store_error(config);
+    error = error != NULL ? error : time_error(config);
+    return error != NULL ? error : pool_error(config);
 }

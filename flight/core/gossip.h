@@ -23,9 +23,8 @@ void sky_gossip_handle_timer(sky_satellite *satellite, sky_us now);
 bool sky_gossip_receive(sky_satellite *satellite, const sky_header *header, const uint8_t *body, size_t bytes,
                         sky_us now);
 
-/* --- For checks.c and sweep.c --- */
+/* --- Events of checks.c, and for sweep.c --- */
 
-/* A chunk of the value of this packed reference is lost, or all in question exist. */
 void sky_gossip_proved(sky_satellite *satellite, const uint8_t *ref, bool lost, sky_us now);
 /* The answer to questions of gossip. */
 void sky_gossip_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,

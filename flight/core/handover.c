@@ -1112,3 +1112,13 @@ sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_u
     handover->cut_until = INT64_MIN;
     return handover;
 }
+
+bool sky_follows(const sky_satellite *satellite, const uint8_t *key, sky_us now) {
+    return now < satellite->locator.next_move && !satellite->timers_wait && satellite->postponed.runs == 0U &&
+           !sky_lateness_is_late(&satellite->lateness, now) &&
+           !sky_history_is_being_written(&satellite->history, key, now);
+}
+
+bool sky_is_settled(const sky_satellite *satellite, const uint8_t *key, sky_us now) {
+    return sky_follows(satellite, key, now) && sky_handover_is_settled(satellite, key);
+}

@@ -202,4 +202,11 @@ uint32_t sky_handover_to_delete(sky_handover *handover, sky_us now);
 
 sky_us sky_handover_next_timer(const sky_handover *handover);
 
+/* Whether this satellite has done all that is due: no move that it has not followed, no timers or packets that wait (one
+ * may carry the very chunk), no lateness; and the key is not being written. */
+bool sky_follows(const sky_satellite *satellite, const uint8_t *key, sky_us now);
+/* Whether what is here of a key is neither being handed over nor being written still: only then does the absence of
+ * other chunks count towards a proof that they are lost. */
+bool sky_is_settled(const sky_satellite *satellite, const uint8_t *key, sky_us now);
+
 #endif

@@ -21,7 +21,7 @@
 #define SKY_PROOF_US 800000  /* within which all answers that prove a loss must come */
 #define SKY_FOUND (1 << 30)  /* some place has it: no count of the others brings this down to 0 */
 
-typedef enum { SKY_FOR_PROOF, SKY_FOR_SWEEP, SKY_FOR_GOSSIP, SKY_FOR_REPAIR, SKY_FOR_PRESENCE } sky_purpose;
+typedef enum { SKY_FOR_PROOF, SKY_FOR_SWEEP, SKY_FOR_GOSSIP, SKY_FOR_REPAIR, SKY_FOR_PRESENCE, SKY_PURPOSES } sky_purpose;
 
 /* Entries of all pools are named by index + 1; 0 is none. */
 typedef struct {

@@ -16,6 +16,15 @@
 #define MOST_ADMITTED 1280U      /* the shortest packets that one run of 65,535 bytes can have */
 #define SCRATCH_BYTES 65536U
 
+/* The handlers know those below them alone: the events of chunks and checks are for handlers above. */
+static const sky_events events = {
+    .on_stored = sky_migration_stored,
+    .on_checked = {[SKY_FOR_SWEEP] = sky_sweep_checked,
+                   [SKY_FOR_GOSSIP] = sky_gossip_checked,
+                   [SKY_FOR_REPAIR] = sky_repair_checked},
+    .on_proved = {[SKY_FOR_SWEEP] = sky_sweep_proved, [SKY_FOR_GOSSIP] = sky_gossip_proved},
+};
+
 /* --- The start --- */
 
 /* All parts from the arena; NULL while that only counts, or where it is too small. `counted` stands in for the satellite
@@ -25,6 +34,7 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
     sky_satellite *satellite = taken != NULL ? taken : counted;
     bool whole = true;
     satellite->config = *config;
+    satellite->events = &events;
     config = &satellite->config;
     satellite->here = config->address;
     satellite->user = sky_take_shared(arena, 1U, sizeof *satellite->user);
@@ -164,15 +174,6 @@ sky_us sky_heard(const sky_satellite *satellite, sky_us *by_wall) {
 
 bool sky_is_late(const sky_satellite *satellite, sky_us now) {
     return sky_lateness_is_late(&satellite->lateness, now);
-}
-
-bool sky_follows(const sky_satellite *satellite, const uint8_t *key, sky_us now) {
-    return now < satellite->locator.next_move && !satellite->timers_wait && satellite->postponed.runs == 0U &&
-           !sky_is_late(satellite, now) && !sky_history_is_being_written(&satellite->history, key, now);
-}
-
-bool sky_is_settled(sky_satellite *satellite, const uint8_t *key, sky_us now) {
-    return sky_follows(satellite, key, now) && sky_handover_is_settled(satellite, key);
 }
 
 void sky_hand_over(sky_satellite *satellite, sky_us now) {

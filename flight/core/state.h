@@ -14,6 +14,7 @@
 #include "outbox.h"
 #include "overload.h"
 #include "placement/locator.h"
+#include "questions.h"
 #include "retention.h"
 #include "routing.h"
 #include "satellite.h"
@@ -31,9 +32,22 @@ typedef struct sky_gossip sky_gossip;
 typedef struct sky_checks sky_checks;
 typedef struct sky_sweep sky_sweep;
 
+/* What a handler reports to the handlers that stand above it, which it does not know. satellite.c sets them at the start. */
+typedef struct {
+    /* A chunk of this packed reference was stored by SET or MIGRATE (`header`). */
+    void (*on_stored)(sky_satellite *satellite, const uint8_t *ref, const sky_header *header, sky_us now);
+    /* The verdicts `found` on a question, in the order of its subjects; by purpose. `same_moves`: the satellite that answered
+     * has the box where this one has it. */
+    void (*on_checked[SKY_PURPOSES])(sky_satellite *satellite, const sky_question *question, const uint8_t *found,
+                                     bool same_moves, sky_us now);
+    /* A chunk of the value of this packed reference is lost, or all in question exist; by the purpose of the proof's owner. */
+    void (*on_proved[SKY_PURPOSES])(sky_satellite *satellite, const uint8_t *ref, bool lost, sky_us now);
+} sky_events;
+
 struct sky_satellite {
     sky_config config;
     uint32_t here; /* its address */
+    const sky_events *events;
     sky_counters counters;
     sky_memory memory;
     sky_history history;
@@ -66,12 +80,6 @@ struct sky_satellite {
     sky_packets *sifted;   /* and those of them that need not wait, until they are processed */
 };
 
-/* Whether this satellite has done all that is due: no move that it has not followed, no timers or packets that wait (one
- * may carry the very chunk), no lateness; and the key is not being written. */
-bool sky_follows(const sky_satellite *satellite, const uint8_t *key, sky_us now);
-/* Whether what is here of a key is neither being handed over nor being written still: only then does the absence of
- * other chunks count towards a proof that they are lost. */
-bool sky_is_settled(sky_satellite *satellite, const uint8_t *key, sky_us now);
 /* An event may let more chunks leave: they are sent now, or later if the host is late. */
 void sky_hand_over(sky_satellite *satellite, sky_us now);
 

@@ -596,7 +596,9 @@ static void mend(sky_satellite *satellite, uint32_t share, const sky_whole *whol
     }
 }
 
-void sky_repair_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves) {
+void sky_repair_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+                        sky_us now) {
+    (void)now;
     sky_questions *questions = &satellite->checks->questions;
     sky_sweep *sweep = satellite->sweep;
     uint32_t entry = question->first;

@@ -31,15 +31,15 @@ void sky_sweep_confirm_suspicions(sky_satellite *satellite, sky_us now);
 sky_us sky_repair_next_timer(const sky_satellite *satellite);
 void sky_repair_handle_timer(sky_satellite *satellite, sky_us now);
 
-/* --- For migration.c and checks.c --- */
+/* --- For migration.c, and events of checks.c --- */
 
 /* Takes suspect chunks out of a burst: they leave after the proof was tried, if they are still here. */
 void sky_sweep_hold_back(sky_satellite *satellite, uint32_t request_id, sky_us now);
-/* A chunk of the value of this packed reference is lost, or all in question exist. */
 void sky_sweep_proved(sky_satellite *satellite, const uint8_t *ref, bool lost, sky_us now);
 /* Answers to the CHECKs of the sweep, and of the repair. */
 void sky_sweep_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                     sky_us now);
-void sky_repair_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves);
+void sky_repair_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+                        sky_us now);
 
 #endif

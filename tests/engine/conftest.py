@@ -56,7 +56,7 @@ def ids() -> Any:
 @pytest.fixture(scope="session")
 def plain(model: Any, ids: Any) -> list[int]:
     """What the model says to it without a cache."""
-    from tests.engine.generation import tokens_of
+    from tests.engine.transformers.generation import tokens_of
 
     return tokens_of(model, ids)
 

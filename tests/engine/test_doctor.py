@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.contract.hostile_store import HostileStore  # noqa: E402
-from tests.engine.generation import BLOCK, manager  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, manager  # noqa: E402
 from tests.store.real_redis import RedisServer  # noqa: E402
 
 from skymemory import open_store  # noqa: E402

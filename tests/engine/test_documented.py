@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.generation import generate  # noqa: E402
+from tests.engine.transformers.generation import generate  # noqa: E402
 
 from skymemory import KVCManager, NamedValues, open_store  # noqa: E402
 

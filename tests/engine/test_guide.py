@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.generation import BLOCK, manager  # noqa: E402
-from tests.engine.test_uses import ANNOUNCED, FIVE, TEMPLATE, seeing  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, manager  # noqa: E402
+from tests.engine.transformers.test_uses import ANNOUNCED, FIVE, TEMPLATE, seeing  # noqa: E402
 
 from skymemory.engine.transformers.models import (  # noqa: E402
     build_small,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.conductor.naive_index import NaivePrefixIndex
+from tests.conductor.prefix_index.naive_index import NaivePrefixIndex
 from tests.native.conftest import IMPLEMENTATIONS
 
 from skymemory.native.twin.backend import xxh64

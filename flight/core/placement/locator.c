@@ -108,11 +108,12 @@ uint32_t sky_locator_home(sky_locator *locator, const uint8_t *ref) {
 /* --- Where a chunk can have been left --- */
 
 static void reverse(sky_moves *moves, uint32_t low, uint32_t end) {
-    for (uint32_t high = end; low + 1U < high; low++) {
+    while (low + 1U < end) {
         const sky_moves other = moves[low];
-        high--;
-        moves[low] = moves[high];
-        moves[high] = other;
+        end--;
+        moves[low] = moves[end];
+        moves[end] = other;
+        low++;
     }
 }
 

@@ -570,6 +570,8 @@ static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_
                 gate->heard = its->now;
             } else if (shift > 0) {
                 gate->heard_by_wall = its->now;
+            } else {
+                /* by a wall clock that is behind */
             }
         }
     }

@@ -618,7 +618,7 @@ static bool presences_check(const uint8_t *body, size_t bytes, size_t width, siz
     return sound;
 }
 
-bool sky_body_check(uint8_t op, const uint8_t *body, size_t bytes) {
+static bool request_check(uint8_t op, const uint8_t *body, size_t bytes) {
     const uint8_t *records;
     uint32_t count, other;
     int32_t slot_moves, plane_moves;
@@ -631,13 +631,9 @@ bool sky_body_check(uint8_t op, const uint8_t *body, size_t bytes) {
     switch (op) {
     case SKY_SET:
     case SKY_MIGRATE:
-    case SKY_DATA:
         sound = bytes >= SKY_REF_BYTES && sky_ref_parse(body, &ref);
         break;
     case SKY_GET:
-    case SKY_ACK:
-    case SKY_MISS:
-    case SKY_BUSY:
         sound = sky_selection_parse(body, bytes, &selection);
         break;
     case SKY_HAS:
@@ -648,7 +644,6 @@ bool sky_body_check(uint8_t op, const uint8_t *body, size_t bytes) {
         sound = sky_list_parse(body, bytes, &records, &count);
         break;
     case SKY_ADVANCE:
-    case SKY_ADVANCED:
         sound = sky_moves_parse(body, bytes, &slot_moves, &plane_moves);
         break;
     case SKY_NOTICE:
@@ -665,6 +660,32 @@ bool sky_body_check(uint8_t op, const uint8_t *body, size_t bytes) {
         break;
     case SKY_FORGET:
         sound = sky_forget_parse(body, bytes, &records, &count, &other);
+        break;
+    default: /* PING: whatever follows is a later release's */
+        sound = true;
+        break;
+    }
+    return sound;
+}
+
+static bool answer_check(uint8_t op, const uint8_t *body, size_t bytes) {
+    const uint8_t *records;
+    uint32_t count;
+    int32_t slot_moves, plane_moves;
+    sky_selection selection;
+    sky_ref ref;
+    bool sound;
+    switch (op) {
+    case SKY_DATA:
+        sound = bytes >= SKY_REF_BYTES && sky_ref_parse(body, &ref);
+        break;
+    case SKY_ACK:
+    case SKY_MISS:
+    case SKY_BUSY:
+        sound = sky_selection_parse(body, bytes, &selection);
+        break;
+    case SKY_ADVANCED:
+        sound = sky_moves_parse(body, bytes, &slot_moves, &plane_moves);
         break;
     case SKY_PRESENCE:
         sound = presences_check(body, bytes, SKY_PRESENCE_BYTES, 0, false);
@@ -688,9 +709,13 @@ bool sky_body_check(uint8_t op, const uint8_t *body, size_t bytes) {
     case SKY_UNSUPPORTED:
         sound = sky_unsupported_parse(body, bytes);
         break;
-    default: /* PING and UNREACHABLE: whatever follows is a later release's */
+    default: /* UNREACHABLE: whatever follows is a later release's */
         sound = true;
         break;
     }
     return sound;
+}
+
+bool sky_body_check(uint8_t op, const uint8_t *body, size_t bytes) {
+    return op < (uint8_t)SKY_ACK ? request_check(op, body, bytes) : answer_check(op, body, bytes);
 }

@@ -3,17 +3,6 @@
 
 enum { MOST_SIGNED_CHUNK_BYTES = LONGEST_PACKET - LONGEST_BULK_HEADER - MAC_BYTES };
 
-static int carries(const uint8_t *packet, size_t sky)
-{
-    uint8_t op = packet[sky + 1];
-    return op == OP_SET || op == OP_MIGRATE || op == OP_DATA;
-}
-
-int sky_mac_covers_payload(const MacKey *mac, const uint8_t *packet, size_t sky)
-{
-    return mac->covers_payloads && sky == COMMAND_BYTES && carries(packet, sky);
-}
-
 static int has_library(void)
 {
     if (!sky_sha_ready())
@@ -35,7 +24,7 @@ size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky)
     if (size < prefix + MAC_BYTES || !(packet[0] & 0x10) != (sky == TELEMETRY_BYTES) ||
         !(packet[sky + FLAGS_AT] & AUTHENTICATED))
         return 0;
-    if (!carries(packet, sky))
+    if (!sky_carries_payload(packet, sky))
         return size;
     size_t end = prefix + REF_BYTES + MAC_BYTES;
     return end <= size && size - end <= MOST_SIGNED_CHUNK_BYTES ? end : 0;

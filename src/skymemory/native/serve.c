@@ -47,17 +47,7 @@ static PyObject *send_answer(Service *service, Endpoint *to, PyObject *headers, 
     return pair;
 }
 
-int sky_is_first(const Service *service, const uint8_t *packet, long long sent_us, PyObject *sequences)
-{
-    PyObject *first = sequences ? PyObject_CallFunction(service->first, "y#LN", (const char *)packet,
-                                                        (Py_ssize_t)(COMMAND_BYTES + SKY_BYTES), sent_us, sequences)
-                                : NULL;
-    int truth = first ? PyObject_IsTrue(first) : -1;
-    Py_XDECREF(first);
-    return truth;
-}
-
-/* The same of a GET with a MAC, if it is authentic and new. */
+/* The answer to a GET with a MAC, if that is authentic and new; like ``sky_answer_plain_get``. */
 static PyObject *answer_authentic_get(Service *service, const uint8_t *packet, size_t size)
 {
     long long sent_us;

@@ -89,6 +89,17 @@ int sky_mac_key(MacKey *mac, const uint8_t *key, size_t size)
     return 1;
 }
 
+int sky_carries_payload(const uint8_t *packet, size_t sky)
+{
+    uint8_t op = packet[sky + 1];
+    return op == OP_SET || op == OP_MIGRATE || op == OP_DATA;
+}
+
+int sky_mac_covers_payload(const MacKey *mac, const uint8_t *packet, size_t sky)
+{
+    return mac->covers_payloads && sky == COMMAND_BYTES && sky_carries_payload(packet, sky);
+}
+
 void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, Payload payload,
                 uint8_t *out)
 {

@@ -53,6 +53,8 @@ size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky);
 int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sky, long long *sent_us);
 /* Whether there is a key of this id, which is then the check's ``mac``: 1 or 0; -1: exception. */
 int sky_find_mac_key(MacCheck *check, long key_id);
+/* Whether the operation of this packet is followed by bytes of a chunk. */
+int sky_carries_payload(const uint8_t *packet, size_t sky);
 /* Whether MACs by this key cover the payload of such a packet. */
 int sky_mac_covers_payload(const MacKey *mac, const uint8_t *packet, size_t sky);
 /* Add a MAC to a plain packet of ``width`` bytes without its payload, which has room for 16 more, and seal it: 0 for one

@@ -123,6 +123,16 @@ static PyObject *acknowledgement(Service *service, const uint8_t *request, const
     return packet;
 }
 
+int sky_is_first(const Service *service, const uint8_t *packet, long long sent_us, PyObject *sequences)
+{
+    PyObject *first = sequences ? PyObject_CallFunction(service->first, "y#LN", (const char *)packet,
+                                                        (Py_ssize_t)(COMMAND_BYTES + SKY_BYTES), sent_us, sequences)
+                                : NULL;
+    int truth = first ? PyObject_IsTrue(first) : -1;
+    Py_XDECREF(first);
+    return truth;
+}
+
 int sky_is_admitted(Service *service, int first, int messages)
 {
     size_t size, segment;

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.conductor.naive_index import NaivePrefixIndex
+from tests.conductor.prefix_index.naive_index import NaivePrefixIndex
 from tests.conductor.strategies.fleets import a_fleet, a_request, serve
 
 from skymemory.conductor.picker import Picker, ReportedLoad

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from tests.conductor.naive_index import NaivePrefixIndex
+from tests.conductor.prefix_index.naive_index import NaivePrefixIndex
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds

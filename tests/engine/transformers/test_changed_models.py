@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import build  # noqa: E402
-from tests.engine.generation import BLOCK, manager  # noqa: E402
+from tests.engine.transformers.families import build  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, manager  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 

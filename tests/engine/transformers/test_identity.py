@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import build  # noqa: E402
+from tests.engine.transformers.families import build  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.transformers.identity import model_identity, tokenizer_digest, weights_digest  # noqa: E402

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import REFUSED, build, known  # noqa: E402
-from tests.engine.test_uses import ANNOUNCED  # noqa: E402
+from tests.engine.transformers.families import REFUSED, build, known  # noqa: E402
+from tests.engine.transformers.test_uses import ANNOUNCED  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.transformers.kv_cache import KNOWS_STATES  # noqa: E402

@@ -18,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import build, known  # noqa: E402
-from tests.engine.generation import BLOCK, manager  # noqa: E402
+from tests.engine.transformers.families import build, known  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, manager  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402

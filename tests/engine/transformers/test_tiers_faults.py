@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, manager, tokens_of  # noqa: E402
 from tests.store.real_redis import RedisServer  # noqa: E402
 
 from skymemory import open_store  # noqa: E402

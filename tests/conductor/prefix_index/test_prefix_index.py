@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conductor.naive_index import NaivePrefixIndex
+from tests.conductor.prefix_index.naive_index import NaivePrefixIndex
 
 from skymemory import native
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks, PrefixIndex

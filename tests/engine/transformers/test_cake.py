@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, cake, tokens_of  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.cache.tiers.test_load_deadlines import Hanging  # noqa: E402
-from tests.engine.generation import BLOCK, manager, tokens_of  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, manager, tokens_of  # noqa: E402
 
 from skymemory.cache.patience import MIN_PATIENCE_S, PATIENCE_SHARE, ComputeRate  # noqa: E402
 from skymemory.cache.tiers.store import TieredStore  # noqa: E402

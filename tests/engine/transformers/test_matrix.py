@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import FAMILIES, REFUSED, known  # noqa: E402
-from tests.engine.matrix import USES, refused, row  # noqa: E402
+from tests.engine.transformers.families import FAMILIES, REFUSED, known  # noqa: E402
+from tests.engine.transformers.matrix import USES, refused, row  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
 
 
 def of_page(name: str) -> str:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.contract.forked import in_child  # noqa: E402
-from tests.engine.generation import BLOCK, generate, manager  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, generate, manager  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
-from tests.engine.generation import generate, manager
+from tests.engine.transformers.generation import generate, manager
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore  # noqa: E402
-from tests.engine.generation import BLOCK, cake, tokens_of  # noqa: E402
+from tests.engine.transformers.generation import BLOCK, cake, tokens_of  # noqa: E402
 from tests.store.conftest import udp_store  # noqa: E402
 from tests.store.real_redis import RedisServer  # noqa: E402
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.engine.families import FAMILIES, build, known  # noqa: E402
+from tests.engine.transformers.families import FAMILIES, build, known  # noqa: E402
 
 from skymemory import KVCManager, MemoryStore  # noqa: E402
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
@@ -436,12 +436,12 @@ def test_an_engine_s_prefix_cache_takes_over_all_parts_from_another_s() -> None:
 def test_another_process_finds_what_one_has_stored(name: str, tmp_path: Path) -> None:
     code = f"""
 import sys
-from tests.engine.test_parts import manager, model_of, prompt_of
+from tests.engine.transformers.test_parts import manager, model_of, prompt_of
 from skymemory import open_store
 with open_store("disk://{tmp_path}/store?budget=1GB") as store, manager(model_of({name!r}, 20), 8, store) as kvc:
     print(kvc.add_blocks_ids(prompt_of(99)).stored_blocks)
 """
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.stdout.split() == ["12"], done.stderr
     from skymemory import open_store

@@ -2,7 +2,7 @@
 
 Needs a GPU, torch, transformers and pytest::
 
-    python -m pytest -p tests.conftest --confcutdir tests/engine tests/engine/test_cuda_cache.py
+    python -m pytest -p tests.conftest --confcutdir tests/engine tests/engine/transformers/test_cuda_cache.py
 """
 
 from __future__ import annotations

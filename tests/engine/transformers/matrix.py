@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from tests.engine.families import FAMILIES, REFUSED, build, known
+from tests.engine.transformers.families import FAMILIES, REFUSED, build, known
 
 from skymemory import KVCManager
 from skymemory.engine.inputs import shipped_document
