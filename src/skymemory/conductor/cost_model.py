@@ -9,6 +9,7 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a transformer that determine its operations and the bytes of its weights and KV cache."""

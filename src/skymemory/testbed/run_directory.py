@@ -428,10 +428,7 @@ def _is_left_behind(folder: Path, now_s: float) -> bool:
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_ours or now_s - status.st_mtime < _YOUNG_S or RunDirectory(folder).living():
         return False
-    try:
-        handle = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # killed before it made its lock
-        return True
+    handle = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

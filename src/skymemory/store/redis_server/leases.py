@@ -53,7 +53,7 @@ class Leases:
                 lease.until_s = ends_s
                 self._leases[key] = self._leases.pop(key)
                 return True
-            if len(self._leases) >= _MAX_LEASES:
+            if lease is None and len(self._leases) >= _MAX_LEASES:
                 return False
             mark = self._beginning[key] = object()
         ticket = self._store.prepare_load([key])
