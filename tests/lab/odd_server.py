@@ -33,6 +33,8 @@ class OddServer:
             return web.json_response({"error": {"message": "too much to do"}}, status=429, headers=headers)
         if how == "breaks":
             return web.Response(text="<html>oh no</html>", status=500, content_type="text/html")
+        if how == "breaks-in-a-list":
+            return web.json_response(["oh no"], status=500)
         if how == "answers-whole":
             return web.json_response({"choices": []})
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

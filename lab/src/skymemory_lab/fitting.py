@@ -1,7 +1,4 @@
-"""Measurement of an engine through its OpenAI endpoint for a cost model.
-
-Held-out cells (points) are not used for fitting.
-"""
+"""Measurement of an engine through its OpenAI endpoint for a cost model."""
 
 from __future__ import annotations
 
@@ -33,6 +30,8 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class PrefillCell:
+    """Prompt length and its cached share to measure; ``held_out``: not for fitting, but to check the fit."""
+
     tokens: int
     share: float
     held_out: bool
@@ -40,13 +39,15 @@ class PrefillCell:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCell:
+    """Number of concurrent requests and their prompt tokens to measure; ``held_out`` as in ``PrefillCell``."""
+
     batch: int
     context: int
     held_out: bool
 
 
 def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
-    """Return lengths, doubling, and a held-out length between any two.
+    """Return cells with doubling lengths, and a held-out length between any two.
 
     Raises:
         InvalidInput: fewer than three lengths, or invalid shares.

@@ -144,11 +144,13 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class InSight:
+    """Number of satellites in sight over time."""
+
     fewest: int
     mean: float
     most: int
-    longest_gap_s: float
-    covered: float
+    longest_gap_s: float  # without any in sight
+    covered: float  # share of the time with any in sight
     highest_for_s: float | None
     """Mean time for which the same satellite is the highest."""
 
@@ -204,6 +206,8 @@ def find_passes(
 
 
 class _Piece:
+    """Sampled orbits of satellites ``first`` to ``last``, and their elevations over the place."""
+
     def __init__(self, sky: Sky, place: GroundHost, first: int, last: int, unix_s: Array) -> None:
         import numpy as np
 
@@ -266,6 +270,7 @@ class _Piece:
         ]
 
     def _candidates(self, mask_deg: float) -> tuple[Whole, Whole]:
+        # Return satellite and sample of each local maximum of elevation that may be above the mask.
         import numpy as np
 
         padded = np.pad(self.sines, ((0, 0), (1, 1)), constant_values=-np.inf)
@@ -288,6 +293,7 @@ class _Piece:
         return np.asarray(np.clip(at, 0, len(self._times) - 2), dtype=np.int64)
 
     def _offsets(self, satellite: Whole, unix_s: Array) -> tuple[Array, Array]:
+        # Return vectors from the place to the satellites, by cubics between samples, and the Earth's angles.
         at = self._sample_before(unix_s)
         x = ((unix_s - self._times[at]) / self._step)[:, None]
         start, end = self._position[satellite, at], self._position[satellite, at + 1]
@@ -319,6 +325,7 @@ class _Piece:
         return np.asarray(np.degrees(np.arctan2(east, north)) % 360, dtype=np.float64)
 
     def _refined_maximum(self, satellite: Whole, low: Array, high: Array) -> Array:
+        # Return the times of the highest elevation between ``low`` and ``high``.
         import numpy as np
 
         # 25 golden sections: two steps shrink below a millisecond.
@@ -334,6 +341,7 @@ class _Piece:
         return (low + high) / 2
 
     def _crossing(self, satellite: Whole, below: Array, above: Array, mask: float) -> Array:
+        # Return the times at which elevations cross the mask, whose sine is ``mask``.
         import numpy as np
 
         # A step of a minute, halved 20 times, is 0.06 ms.
@@ -348,6 +356,8 @@ class _Piece:
 
 
 class _Envelope:
+    """Highest satellite at each multiple of ``HIGHEST_EVERY_S``."""
+
     def __init__(self, start_unix_s: float, duration_s: float) -> None:
         import numpy as np
 
@@ -357,6 +367,7 @@ class _Envelope:
         self._who = np.full(self._last + 1, -1, dtype=np.int64)
 
     def add(self, piece: _Piece, passes: Sequence[Pass]) -> None:
+        # Enter the satellites of these passes where they are the highest.
         import numpy as np
 
         if not passes:

@@ -1,7 +1,7 @@
 """Loads and saves of a prompt's blocks, for any engine and store; the store's failures become misses.
 
-The life of a load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches;
-fetch each batch, then verify, decode and place block by block. The first block that fails ends the prefix.
+A load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches; fetch each
+batch, then verify, decode and place block by block. The first block that fails ends the prefix.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STORE_BATCH_BYTES = 64 << 20
 
 class BlockSink(Protocol):
     def place(self, index: int, block: memoryview) -> None:
-        """Copy block ``index`` (raw bytes of ``KVLayout.shape``, C order) before returning.
+        """Copy block ``index`` (raw bytes of ``KVLayout.shape``) before returning.
 
         A sink may set ``threads``: how many threads call ``place`` concurrently.
         """
@@ -67,8 +67,8 @@ class RowSink(BlockSink, Protocol):
     """Sink into which a store may write raw blocks."""
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """Return the places of block ``index``'s raw bytes, after ``head``; None: use ``place``. The places must hold
-        nothing in use: a failed block leaves arbitrary bytes there.
+        """Return the places of block ``index``'s raw bytes, after ``head``; None: use ``place``. They must hold nothing
+        in use: a failed block leaves arbitrary bytes.
         """
 
     def on_block(self, index: int) -> None:
@@ -77,7 +77,7 @@ class RowSink(BlockSink, Protocol):
 
 class BlockSource(Protocol):
     def read(self, index: int, out: memoryview) -> None:
-        """Write block ``index``'s raw bytes (``KVLayout.shape``, C order) into ``out``."""
+        """Write block ``index``'s raw bytes into ``out``."""
 
 
 # --- results: tokens by source, bytes, and seconds by phase ---
@@ -85,27 +85,26 @@ class BlockSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class TokenUsage:
-    """Use of a load's tokens, ``first`` to ``end`` of the prompt; the engine updates it.
-
-    Each token counts once: ``end - first == used_tokens + sum(unused_tokens.values())`` when the cache is gone.
+    """Use of a load's tokens, ``first`` to ``end`` of the prompt; the engine updates it. At the end each counts once:
+    ``end - first == used_tokens + sum(unused_tokens.values())``.
     """
 
     first: int = 0
     end: int = 0
     used_tokens: int = 0
     unused_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens computed all the same, or needed by no pass, by reason."""
+    """Tokens computed all the same, or not needed, by reason."""
     is_in_use: bool = False
     has_warned: bool = False
-    _reached: int = 0
-    _holders: int = 1
+    _reached: int = 0  # tokens before are counted as used
+    _holders: int = 1  # copies that share this object
 
     @property
     def open_tokens(self) -> int:
         return self.end - self.first - self.used_tokens - sum(self.unused_tokens.values())
 
     def use(self, start: int, stop: int) -> int:
-        """Count skipped tokens; returns how many are newly used."""
+        """Count skipped tokens; returns how many are new."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         self._reached = max(self._reached, stop)
         self.used_tokens += new
@@ -113,7 +112,6 @@ class TokenUsage:
         return new
 
     def refuse(self, start: int, stop: int, reason: str) -> int:
-        """Count tokens as unused; returns how many are new."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         if new:
             self.unused_tokens[reason] = self.unused_tokens.get(reason, 0) + new
@@ -141,15 +139,15 @@ class LoadResult:
     blocks: int = 0
     found_blocks: int = 0
     loaded_blocks: int = 0
-    """Leading valid blocks; of windowed layers, only those in the last window."""
+    """Leading valid blocks; of windowed layers, those in the last window."""
     failed_blocks: Mapping[Miss, int] = field(default_factory=dict)
     """Blocks found but unusable, by reason."""
     not_found: Miss | None = None
-    """Reason why the next block was not found; None if all were."""
+    """Reason why the next block was not found, if any."""
     size_bytes: int = 0
     retransmitted: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phases in order: tokenize, hash, lookup, then fetch and decode, or cake."""
+    """Phases: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
     usage: TokenUsage = field(default_factory=TokenUsage, compare=False, repr=False)
 
@@ -167,7 +165,7 @@ class LoadResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens not supplied; at least 1, unless the prompt is empty."""
+        """Tokens not supplied; at least 1 if there are any."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
@@ -207,16 +205,14 @@ class StoreResult:
 
     prompt_tokens: int
     blocks: int = 0
-    present_blocks: int = 0
-    """Blocks already stored, or being stored."""
+    present_blocks: int = 0  # stored before, or being stored
     stored_blocks: int = 0
     refused_blocks: int = 0
-    prefilled_tokens: int = 0
-    """Tokens computed only to be stored."""
+    prefilled_tokens: int = 0  # computed only to be stored
     size_bytes: int = 0
     raw_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phases in order: tokenize, hash, lookup, prefill, encode, store."""
+    """Phases: tokenize, hash, lookup, prefill, encode, store."""
 
     @property
     def total_s(self) -> float:
@@ -235,14 +231,14 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class LoaderResult:
-    """Tokens and bytes that Cake computed and loaded."""
+    """Result of a prompt computed from its beginning while it was loaded from its end (Cake)."""
 
-    resident_tokens: int
+    resident_tokens: int  # in the engine before
     computed_tokens: int
     loaded_tokens: int
     loaded_bytes: int
     met_at_token: int | None
-    """First token of the chunk at which both sides met; None if they did not."""
+    """First token of the chunk at which both sides met, if they did."""
     wasted_bytes: int
     """Bytes of cancelled, late or failed loads."""
     wasted_tokens: int
@@ -253,6 +249,8 @@ class LoaderResult:
 
 
 class PhaseClock:
+    """Stopwatch: adds the time in ``with clock(phase)`` to ``seconds[phase]``."""
+
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
 
@@ -281,9 +279,9 @@ class LoadTally:
 
 
 class BlockCache:
-    """Blocks of one context in one store.
+    """Blocks of a context in a store.
 
-    Saves encode with ``codec``; loads read RAW, ``codec`` and ``readable``. Raises InvalidInput for a lossy codec in a
+    Saves encode with ``codec``; loads read RAW, ``codec`` and ``readable``. InvalidInput for a lossy codec in a
     lossless context.
     """
 
@@ -318,9 +316,9 @@ class BlockCache:
         }
         self.compute = ComputeRate()
         self.owner = Owner("this BlockCache")
-        self._logged_answering = True
+        self._logged_answering = True  # state of the store that was last logged
         self._failures = Lock()  # loads of several threads may fail concurrently
-        self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
+        self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None  # gets each prompt's hashes
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         return hash_blocks(self._digest, tokens, self.layout.block_tokens)
@@ -328,8 +326,8 @@ class BlockCache:
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (of computing the prompt)
-        have passed.
+        """Load blocks into ``sink``, from its block 0 on, until a failure, or until computing the prompt
+        (``computing_s``) is sooner. ``tally`` gets the results.
         """
         batches = self._lease(hashes)
         started_s = time.perf_counter()
@@ -355,7 +353,7 @@ class BlockCache:
         return [state is Presence.HIT for state in presence]
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the positions of blocks neither stored nor being stored."""
+        """Return the blocks neither stored nor being stored."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
@@ -375,8 +373,8 @@ class BlockCache:
     ) -> tuple[int, int]:
         """Store the blocks ``indices`` (ascending); returns the number acknowledged, and their bytes.
 
-        Stops at the first block that the codec refuses, so that the stored blocks stay a prefix. ``account=False``
-        counts nothing. Raises ValueTooLarge for a block that can never fit.
+        Stops at a block that the codec refuses, so that the stored blocks stay a prefix. ``account=False`` counts
+        nothing. Raises ValueTooLarge.
         """
         self.owner.check()
         phase = PhaseClock(seconds if seconds is not None else {})
@@ -415,6 +413,7 @@ class BlockCache:
             return 0
 
     def miss_reason(self, block_hash: BlockHash) -> Miss | None:
+        """Return why a block is a miss, by trying to load it."""
         ticket = None
         try:
             ticket = self.store.prepare_load([block_hash])
@@ -439,6 +438,7 @@ class BlockCache:
                 _log.warning("the %s store does not answer: prompts are computed meanwhile", self.store.name)
 
     def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
+        """Lease the blocks in batches, without ticket if the store fails."""
         size = max(1, LOAD_BATCH_BYTES // (PAYLOAD_AT + self.layout.block_bytes))
         batches = []
         for start in range(0, len(hashes), size):
@@ -451,6 +451,7 @@ class BlockCache:
         return batches
 
     def _load_batch(self, batch: LeasedBatch, sink: BlockSink, tally: LoadTally, phase: PhaseClock) -> None:
+        """Load a batch, and place its blocks until a failure; ``tally`` gets the results."""
         values: list[memoryview | None] = []
         with phase("fetch"):
             if batch.ticket is not None:
@@ -495,6 +496,7 @@ class BlockCache:
     def _placing(
         self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
     ) -> Iterator[list[Future[Miss | None]]]:
+        """Place a batch's blocks in the sink's ``threads``; yield the results to come, none for a single thread."""
         threads = min(getattr(sink, "threads", 1), len(values))
         if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
             yield []
@@ -508,7 +510,7 @@ class BlockCache:
             ]
 
     def fetch(self, block_hash: BlockHash, sink: BlockSink) -> None:
-        """Place a block as block 0, if it is stored."""
+        """Place a stored block as block 0."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(self.layout.block_tokens)):
@@ -522,6 +524,8 @@ class BlockCache:
     def _verify_placed(
         self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int
     ) -> Miss | None:
+        """Check a block written into the sink's rows, by header and CRC-32; return the reason of a failure."""
+
         def check() -> Miss | None:
             size_bytes = PAYLOAD_AT + self.layout.block_bytes
             if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
@@ -532,10 +536,11 @@ class BlockCache:
         return _failure_of(check)
 
     def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> Miss | None:
-        """Verify, decode and place a stored block; returns the reason of a failure."""
+        """Verify, decode and place a block; returns the reason of a failure."""
         return _failure_of(lambda: self._decode(sink, index, block_hash, value))
 
     def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> Miss | None:
+        """Verify, decode and place a block; raises for invalid bytes."""
         layout = self.layout
         codec_id, payload = open_block(value, block_hash, layout)
         codec = self._readable.get(codec_id)
@@ -552,6 +557,7 @@ class BlockCache:
         return None
 
     def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, buffer: bytearray) -> memoryview | None:
+        """Return a block as stored, in ``buffer`` if raw; None if the codec refuses it."""
         value = memoryview(buffer)
         source.read(index, value[PAYLOAD_AT:])
         if self.codec is RAW or isinstance(self.layout, OpaqueLayout):
@@ -581,12 +587,11 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: Miss) -> None:
-        """Delete a block with wrong bytes, so that it is stored again."""
         if failure in INVALID:
             self._delete(block_hash)
 
     def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
-        """Delete blocks that no key opens: they would always miss. Blocks of a key not distributed yet stay."""
+        """Delete blocks that no key opens, now or later."""
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason is Miss.NOT_AUTHENTIC:
                 self._delete(block_hash)
@@ -617,6 +622,7 @@ class BlockCache:
 
 
 def _failure_of(place: Callable[[], Miss | None]) -> Miss | None:
+    """Call ``place``; return its reason, or the exception's."""
     try:
         return place()
     except CodecUnavailable:
@@ -638,12 +644,14 @@ def _failure_of(place: Callable[[], Miss | None]) -> Miss | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """Layers with the same attention window, stored in blocks of their own."""
+
     blocks: BlockCache
     window: int | None = None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Tokens that a token attends to, itself included; None: all."""
 
     def get_visible_blocks(self, tokens: int) -> range:
-        """Return the blocks that the token after the first ``tokens`` attends to, even in part."""
+        """Return the blocks that the token after ``tokens`` attends to."""
         block = self.blocks.layout.block_tokens
         first = 0 if self.window is None else max(0, tokens - self.window + 1)
         return range(first // block, -(-tokens // block))
@@ -651,6 +659,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
+    """Blocks stored, with their encoded and raw bytes."""
+
     blocks: int = 0
     size_bytes: int = 0
     raw_bytes: int = 0
@@ -660,7 +670,7 @@ class Saved:
 
 
 class Parts:
-    """Parts of a model in one store; a part without a window is the first.
+    """Parts of a model in a store; a part without a window is the first.
 
     Blocks and tokens are counted for the first part, bytes for all.
     """
@@ -730,7 +740,7 @@ class Parts:
         return result
 
     def load_blocks(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place the ``wanted`` blocks (ascending) of each part; none in a forked child."""
+        """Place the ``wanted`` blocks (ascending) of each part."""
         if self.first.owner.elsewhere:
             return
         computing_s = self.first.compute.seconds(len(tokens))
@@ -771,7 +781,7 @@ class BlockLookup:
     def __init__(
         self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], limit_tokens: int, first: int = 0
     ) -> None:
-        """``limit_tokens``: of the longest prefix; the engine has the blocks before ``first``."""
+        """``limit_tokens``: of the longest prefix; the engine has blocks before ``first``."""
         self._parts = parts
         self._hashes = hashes
         self._limit_tokens = limit_tokens
@@ -783,7 +793,7 @@ class BlockLookup:
         return min(blocks * self._parts[0].blocks.layout.block_tokens, self._limit_tokens)
 
     def find_prefix(self, wanted: int) -> int:
-        """Return the longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
+        """Return the longest prefix of which every part has what it needs."""
         for number, part in enumerate(self._parts):
             if part.window is None:
                 wanted = self._first + part.blocks.prefix(self._hashes[number][self._first : wanted])
@@ -791,6 +801,7 @@ class BlockLookup:
         return self._longest(wanted)
 
     def _longest(self, most: int) -> int:
+        """Return the longest prefix, up to ``most``, with completely stored windows."""
         if most and all(self._stored(number, self._get_visible_blocks(number, most)).all() for number in self._windows):
             return most
         # Running counts of missing blocks: a window has all its blocks if the count is the same at both of its ends.
@@ -806,6 +817,7 @@ class BlockLookup:
         return self._parts[number].get_visible_blocks(self._end(blocks))
 
     def _stored(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
+        """Return which of a part's blocks are stored, each looked up once."""
         known = self._known[number]
         if unknown := [index for index in indices if index not in known]:
             span = range(unknown[0], unknown[-1] + 1)
@@ -815,6 +827,7 @@ class BlockLookup:
         return np.array([known[index] for index in indices], bool)
 
     def miss_reason(self, found_blocks: int) -> Miss | None:
+        """Return why the prefix ends at ``found_blocks``."""
         for number, part in enumerate(self._parts):
             visible = (
                 self._get_visible_blocks(number, found_blocks + 1)
@@ -828,6 +841,8 @@ class BlockLookup:
 
 
 class _Loading(BlockLookup):
+    """Lookup of a prompt, and load of what it finds."""
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -841,12 +856,13 @@ class _Loading(BlockLookup):
         self._sinks = sinks
         self._phase = phase
         self.computing_s = computing_s
-        self._placed: list[dict[int, str]] = [{} for _ in parts]
+        self._placed: list[dict[int, str]] = [{} for _ in parts]  # by part: blocks in place, with their tiers
         self._failed: Counter[Miss] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
 
     def load(self, found_blocks: int) -> int:
+        """Load the prefix found; return its number of usable blocks."""
         loaded = found_blocks
         if found_blocks and self._parts[0].window is None:
             self._place(0, range(found_blocks))
@@ -861,6 +877,7 @@ class _Loading(BlockLookup):
         return loaded
 
     def _place(self, number: int, indices: range) -> bool:
+        """Load a part's blocks that are not in place; False at a failure."""
         tiers, blocks = self._placed[number], self._parts[number].blocks
         remaining = [index for index in indices if index not in tiers]
         if not remaining:
@@ -878,7 +895,7 @@ class _Loading(BlockLookup):
         return not tally.failed
 
     def tokens_by_tier(self, loaded: int) -> dict[str, int]:
-        """Count tokens by tier. Blocks outside all windows count for the first loaded block's tier."""
+        """Count tokens by tier; blocks outside all windows count as the first loaded."""
         tiers = next((part_tiers for part_tiers in self._placed if part_tiers), {})
         nearest = next(iter(tiers.values()), "")
         tokens: Counter[str] = Counter()
@@ -894,6 +911,8 @@ class _Loading(BlockLookup):
 
 
 class _OffsetSink:
+    """Sink that passes blocks to another, numbered from ``first`` on."""
+
     def __init__(self, sink: BlockSink, first: int) -> None:
         self._sink = sink
         self._first = first

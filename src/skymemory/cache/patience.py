@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE_SHARE = 0.1
-"""Share of the compute time that may be lost to a silent store."""
+"""Share of the compute time that a silent store may cost."""
 TIMES_P99 = 2.0
 MIN_PATIENCE_S = 0.02
-"""Least wait. Threads on the way may each wait a switch interval (5 ms): less would measure the computer."""
+"""Least wait: threads on the way may each wait 5 ms (switch interval)."""
 
 _KEPT_CALLS = 128
-_ALIKE = 4
-"""Largest ratio of the bytes of similar calls."""
+_ALIKE = 4  # largest ratio of the bytes of similar calls
 _ENOUGH_ALIKE = 8
 _MIN_PASS_TOKENS = 8
-_KEPT_SHARE = 0.75
-"""Weight of earlier passes when a pass is added."""
+_KEPT_SHARE = 0.75  # weight of earlier passes when a pass is added
 
 # The compute time belongs to the calling thread's context and is not an argument: it applies to a call through any
 # number of wrappers and tiers.
@@ -30,9 +28,7 @@ _ENDS_S: ContextVar[float] = ContextVar("ends_s", default=math.inf)
 
 
 def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float:
-    """Return how long to wait for a call of ``size_bytes``; infinite without a ``recompute_cost`` and outside
-    ``ending_within``.
-    """
+    """Return how long to wait for a call; infinite without ``recompute_cost`` and ``ending_within``."""
     cost_s = _RECOMPUTE_COST_S.get()
     if cost_s is None:
         return left_s()
@@ -42,7 +38,7 @@ def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float
 
 @contextmanager
 def ending_within(seconds: float) -> Iterator[None]:
-    """Give all waits of the context one common deadline, or an earlier one that it has already."""
+    """Give all waits inside ``with`` a common deadline; an earlier deadline stays."""
     token = _ENDS_S.set(min(_ENDS_S.get(), time.monotonic() + seconds))
     try:
         yield
@@ -51,7 +47,7 @@ def ending_within(seconds: float) -> Iterator[None]:
 
 
 def left_s() -> float:
-    """Return the seconds until the deadline of ``ending_within``; infinite outside."""
+    """Return the seconds until ``ending_within`` ends."""
     ends_s = _ENDS_S.get()
     return ends_s if ends_s == math.inf else max(0.0, ends_s - time.monotonic())
 
@@ -64,7 +60,7 @@ def patience_while_computing_s(computing_s: float, latencies: Latencies, size_by
 
 @contextmanager
 def recompute_cost(seconds: float | None) -> Iterator[None]:
-    """Set the time to compute the requested blocks instead (None: unknown)."""
+    """Set, inside ``with``, the time to compute the blocks instead (None: unknown), which limits waits."""
     token = _RECOMPUTE_COST_S.set(seconds)
     try:
         yield
@@ -73,7 +69,7 @@ def recompute_cost(seconds: float | None) -> Iterator[None]:
 
 
 class ComputeRate:
-    """Compute time of tokens, from measured passes. Ignores that attention grows: too low for long prompts."""
+    """Time to compute tokens, from measured forward passes. Ignores that attention grows: too low for long prompts."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -84,7 +80,7 @@ class ComputeRate:
         self._assumed_token_s = token_s
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Add a pass; a pass over a few tokens (decoding) is ignored."""
+        """Add a pass, unless over a few tokens (decoding)."""
         if tokens >= _MIN_PASS_TOKENS:
             self._tokens = self._tokens * _KEPT_SHARE + tokens
             self._seconds = self._seconds * _KEPT_SHARE + seconds
@@ -109,7 +105,7 @@ class Latencies:
         self._calls.append((size_bytes, seconds))
 
     def p99_s(self, size_bytes: int = 0) -> float | None:
-        """Return the 99th percentile of calls of similar size; if those are few, of all, smaller calls scaled up."""
+        """Return the 99th percentile of calls of similar size; if too few, of all, smaller calls scaled up."""
         calls = list(self._calls)
         if not calls:
             return None

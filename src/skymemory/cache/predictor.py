@@ -2,7 +2,7 @@
 
 A *habit* is a prompt (the blocks that its sightings share) with a local time of day and days. Sightings on a single day
 predict nothing. Habits that share less than half of their blocks are separate: a common system prompt merges no
-documents. Prompts seen on one day are evicted first, so memory must hold a day's prompts (for weekly habits, a week's).
+documents. Memory must hold a day's prompts (for weekly habits, a week's).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from skymemory.errors import InvalidInput
 
 DAY_S = 86_400.0
-_FOLLOW = 0.3
-"""Weight of a new sighting in a habit's time of day."""
+_FOLLOW = 0.3  # weight of a new sighting in a habit's time of day
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ class Predictor:
         self._capacity_blocks = capacity_blocks
         self._day_s = day_s
         self._local = LocalTime(zone)
-        self._by_root: dict[bytes, list[Habit]] = {}
-        self._once: OrderedDict[Habit, None] = OrderedDict()
+        self._by_root: dict[bytes, list[Habit]] = {}  # habits by first block
+        self._once: OrderedDict[Habit, None] = OrderedDict()  # seen on a single day
         self._recurring: OrderedDict[Habit, None] = OrderedDict()
         self._once_blocks = 0
         self._recurring_blocks = 0
@@ -74,6 +73,7 @@ class Predictor:
         return self._once_blocks + self._recurring_blocks
 
     def record_prompt(self, keys: Sequence[bytes], at_s: float) -> None:
+        """Record a sighting, in its habit or a new habit."""
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
             return
@@ -94,6 +94,7 @@ class Predictor:
         return sorted((next_one for next_one in expectations if next_one), key=lambda expectation: expectation.at_s)
 
     def _next(self, habit: Habit, now_s: float, until_s: float) -> Expectation | None:
+        """Return the habit's next occurrence, before ``until_s``."""
         local_now_s = self._local.to_local(now_s)
         today = math.floor(local_now_s / self._day_s)
         first = max(math.ceil((local_now_s - habit.time_s) / self._day_s), habit.day + 1)
@@ -121,6 +122,7 @@ class Predictor:
         self._make_room()
 
     def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> Habit | None:
+        """Return the habit of a sighting: most common blocks, at a similar time of day."""
         best, longest = None, 0
         for habit in self._by_root.get(chain[0], ()):
             shared = _shared(habit.keys, chain)
@@ -159,7 +161,6 @@ class Predictor:
             self._once_blocks -= len(habit.keys)
 
     def _make_room(self) -> None:
-        """Evict the oldest; recurring habits may use three quarters."""
         while self._recurring_blocks > max(1, self._capacity_blocks * 3 // 4) and len(self._recurring) > 1:
             self._forget(next(iter(self._recurring)))
         while self.blocks > self._capacity_blocks:
@@ -175,7 +176,7 @@ class Predictor:
 
 
 def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """Return the length of the common prefix; equal chained hashes imply equal prefixes."""
+    """Return the common prefix's length; equal chained hashes imply equal prefixes."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -222,8 +223,8 @@ class Habit:
         return day <= self.day and bool(self.seen >> (self.day - day) & 1)
 
     def weight_on(self, day: int, *, today: int, decay: float, least_weight: float) -> float | None:
-        """Return how strongly the habit suggests ``day``, after the last sighting: the decayed count of days with a
-        sighting or, if weeks predict it better, of weeks; None below ``least_weight``.
+        """Return how strongly the habit suggests ``day``: the decayed count of days with a sighting or, if weeks
+        predict better, of weeks; None below ``least_weight``.
         """
         if day - self.day > KEPT_DAYS:
             return None
@@ -234,6 +235,7 @@ class Habit:
         return weight if weight >= least_weight else None
 
     def _weekly_is_better(self, today: int, decay: float, least_weight: float) -> bool:
+        """Return True if the weekly rule was wrong less often lately than the daily."""
         daily_wrong = weekly_wrong = 0
         for day, weight in self._weights(today - 1, decay):
             weeks = self._weeks(day)
@@ -270,8 +272,7 @@ class LocalTime:
     """
 
     def __init__(self, zone: str | None = None) -> None:
-        """``zone``: a name of the tz database."""
-        self.zone = zone
+        self.zone = zone  # name in the tz database
         try:
             self._zone = None if zone is None else ZoneInfo(zone)
         except (ZoneInfoNotFoundError, ValueError, OSError) as error:

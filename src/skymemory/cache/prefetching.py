@@ -32,8 +32,7 @@ class PrefetchScheduler:
     take seconds. ``clock``: Unix time.
 
     ``habits_file`` is read at construction, and written a minute after a sighting, at the end of ``running``, and by
-    ``save``. Use it in one process. An unusable file is renamed to ``<name>.bad``; a later release's file stays, and
-    nothing is written.
+    ``save``, in a single process. An unusable file is renamed to ``<name>.bad``; a later release's stays unchanged.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class PrefetchScheduler:
         self._predictor = predictor if predictor is not None else Predictor()
         self._lead_s = lead_s
         self._clock = clock
-        self._attempts: dict[tuple[bytes, int, float], int] = {}
+        self._attempts: dict[tuple[bytes, int, float], int] = {}  # by prompt and expected time
         self._lock = threading.Lock()
         self._habits_file = habits_file
         self._unsaved_since_s: float | None = None
@@ -61,6 +60,7 @@ class PrefetchScheduler:
             self._load(habits_file)
 
     def _load(self, path: Path) -> None:
+        """Read the habits file; set an unusable file aside."""
         try:
             load_habits(self._predictor, path)
         except LaterFile as error:
@@ -117,7 +117,7 @@ class PrefetchScheduler:
 
     @contextmanager
     def running(self, every_s: float = 30.0) -> Iterator[None]:
-        """Call ``tick`` in a thread while entered; leaving waits for the current prefetch."""
+        """Call ``tick`` in a thread while entered."""
         stopping = threading.Event()
 
         def tick_on() -> None:
@@ -134,6 +134,7 @@ class PrefetchScheduler:
             self.save()
 
     def _prefetch(self, expectation: Expectation) -> list[bool]:
+        """Prefetch a prompt; True for each block near."""
         self.counters.add("prefetches_total")
         try:
             near = bring_near(self._store, expectation.keys, expectation.at_s)
@@ -173,11 +174,8 @@ def save_habits(predictor: Predictor, path: Path) -> None:
 
 
 def load_habits(predictor: Predictor, path: Path) -> None:
-    """Restore the file's habits into a new predictor.
-
-    Raises:
-        InvalidInput: the file is unreadable, no habits file, or has another time zone; LaterFile if a later release
-            wrote it.
+    """Restore the file's habits into a new predictor. InvalidInput: unreadable, no habits file, or another time zone;
+    LaterFile: of a later release.
     """
     zone, habits = read_habits(path)
     if zone != predictor.zone:
@@ -205,6 +203,7 @@ def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
 
 
 def _habit(entry: Any, where: str) -> Habit:
+    """Parse a habit of the file; InvalidInput if malformed."""
     match entry:
         case {
             "time_s": int() | float() as time_s,

@@ -1,7 +1,7 @@
 """Ctrl-C during imports of libraries ends the command as quickly as at any other time.
 
-Libraries catch exceptions within an import, or fail later with another error. So after a first Ctrl-C every other
-import raises ``KeyboardInterrupt`` too, and so does the line that started the import when control returns to it.
+Libraries may catch the exception. So after a first Ctrl-C every other import raises ``KeyboardInterrupt`` too, and so
+does the line that started the import when control returns to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Handle SIGINT as this module describes, unless the process has its own handler."""
+    """Let Ctrl-C end the command also during imports, unless the process has its own handler."""
     ours = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -13,6 +13,7 @@ _SKY = (
     "faults.duplicate faults.reorder faults.corrupt fault-seed=faults.seed"
 )
 _LINKS = "lat lon mask up down isl server_time"
+# Keys of the file by verb, with the option before ``=`` where it had another name.
 _MOVED: Mapping[str, str] = {
     "route": "[backends].elastic disaggregation.handover disaggregation.split_from "
     "sidecar=sidecar.engine sidecar.prefillers prompts.block_tokens limits.max_body "
@@ -38,7 +39,6 @@ _MOVED: Mapping[str, str] = {
     "demo cells": "grid cell_m speed_kmh legs servers value seed",
     "demo conductor": "pools trace seed",
 }
-"""Keys of the file by verb, with the option before ``=`` where it had another name."""
 _ADDRESS = "write it into the address: --store 'constellation{}'"
 _KV = {
     "--access": _ADDRESS.format("?access=…"),
@@ -70,7 +70,7 @@ def moved_keys(verb: str) -> dict[str, str]:
 
 
 def moved_hint(verb: str, words: Sequence[str]) -> str:
-    """Return where the first of ``words`` that was an option of ``verb`` is set now; empty: none was."""
+    """Return where the first of ``words`` that was an option of ``verb`` is set now; else empty."""
     keys, replaced = moved_keys(verb), _REPLACED.get(verb, {})
     for word in words:
         option = word.partition("=")[0]

@@ -54,7 +54,7 @@ def add_setting(parser: argparse.ArgumentParser) -> Callable[..., argparse.Actio
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ``add_setting`` that were given, as a table such as the file's."""
+    """Return the given options of ``add_setting`` as nested tables."""
     tables: dict[str, Any] = {}
     for name, value in vars(args).items():
         if name.startswith(_SETTING) and value is not None:
@@ -67,7 +67,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_rare_settings(parser: argparse.ArgumentParser, kind: type[Schema]) -> None:
-    """Add ``--settings FILE`` for the keys of ``kind``; the parsed value is an instance of it."""
+    """Add ``--settings FILE`` for the keys of ``kind``, parsed to an instance."""
 
     def read(name: str) -> Schema:
         return filled(kind, read_toml(Path(name)), name)
@@ -82,7 +82,7 @@ def add_rare_settings(parser: argparse.ArgumentParser, kind: type[Schema]) -> No
 
 
 def read_settings(args: argparse.Namespace, read: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what ``read`` makes of the settings file, with the options given in place of its keys."""
+    """Return what ``read`` makes of the settings file, overridden by options."""
     content = {} if args.settings is None else read_toml(args.settings)
     try:
         return read(overlaid(content, given_settings(args)))
@@ -116,14 +116,13 @@ def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
 
 
 def check_serving_installed(model: str | None = None) -> None:
-    """Check without imports that an engine can serve ``model``; raise ``MissingExtra``."""
+    """Check without imports that an engine can serve ``model``; else MissingExtra."""
     from skymemory.engine.inputs import check_engine_installed
 
     check_engine_installed(model, "serving", {"router": ("aiohttp", "msgspec", "prometheus_client", "zmq")})
 
 
 def check_router_installed(*more: str, extras: str = "router") -> None:
-    """Check without imports that extra and packages are installed; raise ``MissingExtra``."""
     _check_installed("this verb", "aiohttp", "msgspec", "prometheus_client", *more, extras=extras)
 
 
@@ -141,7 +140,6 @@ _ADVICE = {
 
 
 def os_error(error: OSError) -> str:
-    """Return a system error for users, with advice."""
     reason = os_reason(error)
     # Not for a file that this program refuses to read.
     if error.errno in _ADVICE and reason == os.strerror(error.errno):

@@ -83,12 +83,7 @@ class OutputLost(SkyMemoryError):
 
 
 def flush_output() -> None:
-    """Flush standard output.
-
-    Raises:
-        BrokenPipeError: the reader has closed the pipe.
-        OutputLost: the output cannot be written.
-    """
+    """Flush standard output. Raises BrokenPipeError if the reader has closed the pipe, else OutputLost."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -98,7 +93,7 @@ def flush_output() -> None:
 
 
 def discard_unwritten() -> None:
-    """Drop output that cannot be written; the interpreter would report it at exit."""
+    """Drop output that cannot be written, which the interpreter would report at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -110,7 +105,7 @@ def discard_unwritten() -> None:
 
 
 def is_output_lost(error: OSError) -> bool:
-    """Return True if a test write to standard output fails as well; ``error`` names no file."""
+    """Return True if a test write to standard output fails as well."""
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         return False
     try:
@@ -122,7 +117,6 @@ def is_output_lost(error: OSError) -> bool:
 
 
 def print_error(message: object) -> None:
-    """Print a line on standard error."""
     try:
         write_line(f"skymemory: {message}", sys.stderr)
     except OSError:

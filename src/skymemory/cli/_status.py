@@ -35,11 +35,13 @@ _NO_SUMS = {"late_us", *OURS.figures()}
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
+    """State of a constellation: host processes, and the figures that satellites answered."""
+
     plan: ConstellationPlan
     hosts: list[HostState]
     answers: dict[SatelliteId, Housekeeping | None]
-    where: str
-    index: tuple[JournalState, int] | None = None
+    where: str  # run directory or plan file
+    index: tuple[JournalState, int] | None = None  # state and number of values
 
     @property
     def healthy(self) -> bool:

@@ -232,6 +232,7 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
+    """Start the host processes, and print that they are up."""
     from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.flight import kinds_for
@@ -473,6 +474,7 @@ def _attach(args: argparse.Namespace) -> int:
 
 
 def _fragments(plan: ConstellationPlan) -> str:
+    """Return a warning if the network would fragment the packet of a chunk."""
     from skymemory.protocol.auth import MAC_BYTES
     from skymemory.protocol.client.transfer import CHUNK_OVERHEAD_BYTES
     from skymemory.transport.udp_socket import largest_whole_bytes
@@ -488,6 +490,7 @@ def _fragments(plan: ConstellationPlan) -> str:
 
 
 def _hosts_heard(plan: ConstellationPlan) -> str:
+    """Return in words which hosts answer, and if their clocks are too far off."""
     from skymemory.protocol.auth import MAX_SKEW_S
     from skymemory.testbed.control import host_clocks_s
 

@@ -106,6 +106,7 @@ def _printed(args: argparse.Namespace, result: Examination) -> int:
 
 
 def _report(path: Path) -> EngineReport:
+    """Read what vLLM's connector wrote into a log."""
     from skymemory.engine.vllm.identity import EngineReport
 
     try:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class NotStored(SkyMemoryError): ...
 
 
-_MAX_VALUE_BYTES = 2**32 - 1
-"""Largest value that the wire's 32 bits can state."""
+_MAX_VALUE_BYTES = 2**32 - 1  # largest value that the wire's 32 bits can state
 
 
 def _lifetime(text: str) -> float:
@@ -109,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> Store:
+    """Open the store; InvalidInput if it cannot do what the verb needs."""
     from skymemory.store.base import Expiring
     from skymemory.store.named_values import Listing, unwrap_store
     from skymemory.testbed.connect import open_constellation
@@ -322,6 +322,7 @@ def _prefetch(args: argparse.Namespace) -> int:
 
 
 def _bring_expected_near(expected: list[Expectation], run_dir: Path | None) -> list[int]:
+    """Prefetch expected prompts; return each's number of blocks near."""
     from skymemory.store.base import bring_near
     from skymemory.testbed.connect import open_constellation
 

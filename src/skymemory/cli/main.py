@@ -49,11 +49,11 @@ END_WITH_STDIN = "--end-with-stdin"
 _GRACE_S = 4.0
 
 _IN_FILE_OF = {"epp": "route", "prefetch": "kv", "satellite": "constellation"}
+# Verbs of the distribution ``skymemory-lab``, known here for the hint if it is not installed.
 _LABORATORY = frozenset(
     ("breakeven", "cluster", "demo", "figures", "fit", "layout", "optimise", "passes", "replay", "reproduce")
     + ("serve", "shells", "simulate")
 )
-"""Verbs of the distribution ``skymemory-lab``, known here for the hint if it is not installed."""
 _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 
 
@@ -69,7 +69,7 @@ def _own_modules() -> dict[str, str]:
 
 @functools.cache
 def _registered_modules() -> dict[str, str]:
-    """Return the verbs of other distributions; without those whose files are gone, as after a checkout has moved."""
+    """Return the verbs of other distributions whose files are present."""
     from importlib import metadata  # imported late: it takes 30 ms, and our own verbs do without
 
     points = metadata.entry_points(group="skymemory.verbs")
@@ -140,9 +140,8 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write the message; unlike argparse, raise if that fails."""
         if message and file is not None:
-            file.write(message)
+            file.write(message)  # unlike argparse's, this may raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -239,6 +238,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _end_with_stdin() -> None:
+    """End this process when its standard input is closed."""
     import signal
     import threading
     import time

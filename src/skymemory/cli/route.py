@@ -1,7 +1,5 @@
 """The router's front ends: ``skymemory route``, an OpenAI-compatible proxy, and ``skymemory epp``, Envoy's endpoint
 picker.
-
-Flags become a table of settings that overrides the file's.
 """
 
 from __future__ import annotations
@@ -120,7 +118,6 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_servers(args: argparse.Namespace, backends: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the table of the options given."""
     table = given_settings(args)
     # An empty table would replace the file's.
     return {
@@ -131,7 +128,7 @@ def _with_servers(args: argparse.Namespace, backends: list[dict[str, str]]) -> d
 
 
 def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json: bool) -> int:
-    """Print the state of each server. Exit code 1 if a server has a problem."""
+    """Print the state of each server; exit code 1 for a problem."""
     import asyncio
 
     from skymemory.router.http.check import check
@@ -283,6 +280,7 @@ def _print(line: str) -> None:
 
 
 def _option(text: str) -> tuple[str, object]:
+    """Parse NAME=VALUE: a boolean, a number or text."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")

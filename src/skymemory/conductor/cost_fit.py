@@ -1,11 +1,4 @@
-"""Fitting of cost models to measurements of an engine, and their file format.
-
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Decoding
-steps: ``fixed + per_request·batch + max(reading, computing)``.
-
-Errors are relative, so that short and long prompts weigh alike, and absolute, not squared, so that a few disturbed
-measurements do not move the fit.
-"""
+"""Fitting of cost models to measurements of an engine, and their file format."""
 
 from __future__ import annotations
 
@@ -23,8 +16,7 @@ from skymemory.config import parse_json, parse_toml
 from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
-_LEAST_ERROR = 0.002
-"""Floor of errors: two exact points must not dominate."""
+_LEAST_ERROR = 0.002  # floor of errors: two exact points must not dominate
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -32,7 +24,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """Measured seconds to the first token on an idle engine."""
+    """Measured seconds to the first token on an idle engine, which had ``cached`` of the prompt's ``tokens``."""
 
     tokens: int
     cached: int
@@ -41,7 +33,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """Measured step, with the context of all requests."""
+    """Measured seconds of a decoding step of ``batch`` requests with ``kv_tokens`` of context in total."""
 
     batch: int
     kv_tokens: float
@@ -49,9 +41,10 @@ class DecodePoint:
 
 
 def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Machine | None = None) -> CostModel:
-    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and ``attention_flops``.
+    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and ``attention_flops`` to measured prefills.
 
-    Without a ``machine``, ``mfu`` is 1.
+    n tokens, p of them cached, take ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p`` seconds. Without
+    a ``machine``, its speed is what was measured, and ``mfu`` is 1.
 
     Raises:
         InvalidInput: too few lengths, times that do not grow with the prompts, or a speed above the machine's.
@@ -87,7 +80,7 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
 
 
 def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
-    """Fit ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth.
+    """Fit ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth of ``cost`` to measured decoding steps.
 
     Raises:
         InvalidInput: fewer than three points, or none above 0 s.
@@ -116,6 +109,8 @@ def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
+    """Relative errors of predictions: mean and largest magnitude, and signed mean."""
+
     mean: float
     worst: float
     bias: float
@@ -144,6 +139,7 @@ def decode_errors(cost: CostModel, points: Sequence[DecodePoint]) -> Errors:
 
 
 def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> CostModel:
+    # Return ``cost`` with this memory bandwidth, as a share of the machine's if ``known``, and no fixed decoding times.
     without_fixed = replace(cost, decode_fixed_s=0.0, decode_request_s=0.0)
     if known is not None:
         return replace(without_fixed, memory_share=bytes_per_s / known)
@@ -153,15 +149,16 @@ def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> Co
 def _fitted(
     parts: Sequence[Column], target: Column, scale: Column | None = None, needed: Sequence[int] = (1,)
 ) -> list[float]:
-    """Return the non-negative factors of ``parts`` with the least mean absolute error, divided by ``scale``.
-
-    Iteratively reweighted least squares; ``needed`` parts are never left out.
+    """Return non-negative factors that minimise the mean of ``|target - Σ factor·part| / scale`` (by default
+    ``target``). Parts with an index in ``needed`` are never left out.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)
     aim = target / scale
     weights = np.ones(len(target))
     factors = np.zeros(len(parts))
+    # Iteratively reweighted least squares minimise absolute errors, which disturbed measurements move little. Relative
+    # errors weigh short and long prompts alike.
     for _ in range(_ROUNDS):
         factors = _not_negative(columns, aim, weights, needed)
         weights = 1.0 / np.sqrt(np.maximum(np.abs(aim - columns @ factors), _LEAST_ERROR))
@@ -169,6 +166,7 @@ def _fitted(
 
 
 def _not_negative(columns: Column, aim: Column, weights: Column, needed: Sequence[int]) -> Column:
+    # Return the non-negative factors of ``columns`` nearest to ``aim`` by weighted least squares; 0: left out.
     count = columns.shape[1]
     best, best_error = np.zeros(count), np.inf
     optional = [at for at in range(count) if at not in needed]
@@ -224,6 +222,7 @@ def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _filled(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    # Build the dataclass ``kind`` after checking keys and types; ``where`` names the table in errors.
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     place = f"{where}: " if where else ""
     for name, value in values.items():

@@ -1,10 +1,4 @@
-"""Cost model: seconds of a prefill, a decoding step and a transfer, by a model's shape and a machine's speed.
-
-A prefill of ``n`` tokens of which ``p`` are cached computes ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` floating-point
-operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights), at a fitted share ``mfu``
-of the machine's speed (Mooncake, FAST'25). A decoding step takes the longer of reading (weights and KV) and computing,
-plus a fixed time.
-"""
+"""Cost model: seconds of a prefill, a decoding step and a transfer, by a model's shape and a machine's speed."""
 
 from __future__ import annotations
 
@@ -15,23 +9,25 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
-__path__: list[str] = []  # as of a package: the old module ``cost_model.written`` is forwarded (``moved``)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """Sizes of a transformer that determine its operations and the bytes of its weights and KV cache."""
+
     name: str
     layers: int
     width: int
+    """Hidden size."""
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
+    """Bytes of a number, in weights and KV."""
     attention_flops: float = 4.0
-    """Coefficient ``a``, per layer, pair of tokens (halved by causality) and unit of width."""
+    """Operations per layer, pair of tokens (halved by causality) and unit of width."""
     weight_flops: float = 22.0
-    """Coefficient ``b``, per layer, token and unit of width squared."""
+    """Operations per layer, token and unit of width squared."""
     parameters: float = 0.0
-    """Number of weights; 0: derived from ``b``."""
+    """Number of weights; 0: derived from ``weight_flops``."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -141,7 +137,9 @@ class CostModel:
             raise InvalidInput("fixed_s, decode_fixed_s, cached_token_s and decode_request_s: expected 0 or more")
 
     def prefill_flops(self, tokens: float, cached: float = 0) -> float:
-        """Return the operations; at least one token is computed."""
+        """Return the operations of a prefill, at least of one token: ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` for n tokens,
+        p of them cached, and l layers of width d (Mooncake, FAST'25).
+        """
         cached = max(0, min(cached, tokens - 1))
         shape = self.shape
         # Token i attends to i tokens. The sum over computed tokens is half of n² − p²; the half is part of ``a``.
@@ -154,13 +152,13 @@ class CostModel:
         return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Return the seconds of a step with ``kv_tokens`` in total."""
+        """Return the seconds of a step, a token for each request of a batch with ``kv_tokens`` of context in total."""
         fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
         return fixed_s + max(read_s + read_per_token_s * kv_tokens, flops_s + flops_per_token_s * kv_tokens)
 
     def decode_parts(self, batch: int) -> tuple[float, float, float, float, float]:
-        """Return coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of
-        context.
+        """Return the parts of a step's seconds ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)`` in
+        this order, with T tokens of context: it reads memory while it computes.
         """
         shape = self.shape
         memory = self.machine.memory_bytes_per_s * self.memory_share

@@ -21,23 +21,24 @@ ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
 """Lead in queued requests from which a server loads the adapter too."""
 _MASK = (1 << 64) - 1
-_KEPT = 0.95
-"""Decay per prompt, in the ratio of our tokens to the engine's."""
+_KEPT = 0.95  # decay per prompt, in the ratio of our tokens to the engine's
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTotals:
-    """Counters of an engine since its start, in tokens of its own tokenizer."""
+    """Counters of an engine's prefills since its start."""
 
     requests: float
     tokens: float
+    """Prompt tokens, by the engine's tokenizer."""
     computed: float
+    """Prompt tokens not found in its cache."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoad:
-    """Metrics of an engine; None: not reported."""
+    """Metrics that an engine published at ``at_s``; None: not published."""
 
     at_s: float
     waiting: int = 0
@@ -45,8 +46,10 @@ class ReportedLoad:
     kv_usage: float = 0.0
     """Used share, 0 to 1."""
     cache_blocks: int | None = None
+    """Capacity of its KV cache."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
+    """LoRA adapters in its memory."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
     tokens: float = 0.0
@@ -70,14 +73,17 @@ class Server:
 
     def __init__(self, name: str, slot: int, fleet: Fleet | None = None) -> None:
         self.name = name
+        # Index into the tables of strategies.
         self.slot = slot
         self.reported: ReportedLoad | None = None
+        # Requests sent by this router: not ended, and those without a first byte.
         self.in_flight = 0
         self.prefilling = 0
         self.prefill_tokens = 0.0
         """Prefill backlog: prompt tokens less matched tokens."""
         self._healthy, self._draining = True, False
         self._fleet = fleet
+        # Prompt tokens as counted by this router and by the engine, with exponential decay.
         self._read_tokens = self._engine_tokens = 0.0
 
     def __repr__(self) -> str:
@@ -113,7 +119,7 @@ class Server:
             self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
-        """Record a prompt's tokens by our count and by the engine's usage."""
+        """Record a prompt's tokens as we count them (``read``) and as the engine does (``reported``)."""
         if read and reported:
             self._read_tokens = self._read_tokens * _KEPT + read
             self._engine_tokens = self._engine_tokens * _KEPT + reported
@@ -129,6 +135,8 @@ class Server:
 
 
 class Fleet:
+    """Servers by name. A server's slot, a small number, indexes the tables of strategies."""
+
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
         self._free_slots: list[int] = []
@@ -212,6 +220,11 @@ class Ranking:
         plan_at: Callable[[int], PromptPlan] | None = None,
         estimated_compute_s: Sequence[float] | None = None,
     ) -> None:
+        """Store figures by ranked server; None: not estimated.
+
+        ``matched_tokens``: prompt tokens in its cache. ``reasons``, ``weights`` (named figures): explanation of the
+        decision. ``plan_at`` returns the plan to obtain the KV.
+        """
         self._scores, self._matched = scores, matched_tokens
         self.packed: Sequence[float] | bytes = scores
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
@@ -314,11 +327,12 @@ class Picker:
         self._random_state = seed & _MASK
 
     def pick(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Decision:
-        """Choose the best server among the named servers (None: all).
+        """Choose the server with the highest score among the named servers (None: all).
 
         Raises:
             NoServer: none of them takes requests.
         """
+        # First the servers that take requests, of these those for the adapter, of these those with the best score.
         available: Sequence[Server] = self.fleet.available
         if among is not None:
             available = [server for server in available if server.name in among]
@@ -351,6 +365,7 @@ class Picker:
     # Counts cover the requests that we sent. Each call is a no-op if the server left, since its counts left with it.
 
     def routed(self, decision: Decision, now_s: float) -> None:
+        """Record that the request was sent to the decision's server."""
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             request = decision.request
@@ -390,6 +405,7 @@ class Picker:
             self.fleet.remove(name)
 
     def _prefilled(self, decision: Decision) -> Server | None:
+        # End the request's prefill in its server's counts; return the server, None if it left.
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             if server.prefilling > 1:
@@ -403,6 +419,7 @@ class Picker:
         return server
 
     def _next_random(self) -> int:
+        # Return the next 64-bit number of a seeded splitmix64 sequence, to draw among ties.
         self._random_state = (self._random_state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._random_state
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -421,6 +438,9 @@ class Picker:
         )
 
 
+# State from which the explanation is computed on demand; a plain tuple, as every request creates it. Scores, reasons,
+# ranked servers, their requests in flight, the chosen server's position, all available servers, the adapter's reason,
+# the chosen server's figures, number of ties.
 _PickState = tuple[
     Sequence[float] | bytes,
     tuple[str, ...],
@@ -432,11 +452,6 @@ _PickState = tuple[
     tuple[tuple[str, float], ...],
     int,
 ]
-"""State from which the explanation is computed on demand; a plain tuple, as every request creates it.
-
-Scores, reasons, ranked servers, their requests in flight, the chosen server's position, all available servers, the
-adapter's reason, the chosen server's figures, number of ties.
-"""
 
 
 def _explanation(state: _PickState) -> Explanation:
@@ -465,10 +480,10 @@ def _reasons(state: _PickState) -> Names:
 
 
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Return the servers with the adapter, or with room for it while those queues are long, and the reason.
-
-    Decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix saves.
+    """Return the servers that have the LoRA adapter loaded and, if their queues are long, those with room for it; and a
+    reason.
     """
+    # Decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix saves.
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in available]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
     roomy = [

@@ -60,12 +60,15 @@ def other(role: Role) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
+    """State of an engine instance."""
+
     name: str
     role: Role
     """While draining, the role that it gives up."""
     state: State = "serving"
     """``draining``: closed to new requests, for any reason. ``down``: neither serves nor drains."""
     fixed: bool = False
+    """True if its role must not change."""
     queue_s: float = 0.0
     """Prefill: estimated seconds of queued work, including the current prefill."""
     tbt_s: float = 0.0
@@ -96,14 +99,20 @@ class RoleChange:
 
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
+    """Thresholds for moving instances between the prefill and the decode pool."""
+
     high: float = 0.85
-    """Need from which a pool gets an instance (rule 1)."""
+    """Need from which a pool gets an instance."""
     low: float = 0.9
+    """Largest load of the giving pool after the move."""
     margin: float = 0.1
+    """Relative lead of the receiving pool's load over that, so that no move is undone."""
     smoothing_s: float = 20.0
+    """Time constant of needs and demands."""
     settle_s: float = 20.0
     """Minimum time between changes, and before the first."""
     drain_weight: float = 0.5
+    """Share of the last drain's duration that is added to ``settle_s``."""
     most_drain_s: float = 900.0
     """Maximum duration of a change; after it the instance serves in its old role again."""
     idle_tbt_s: float = 0.0
@@ -143,7 +152,9 @@ class PoolController:
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._last_s: float | None = None
+        # No change begins before this time.
         self._next_s = -math.inf
+        # Time since which a pool has had no serving instance.
         self._empty_s: dict[Role, float | None] = dict.fromkeys(ROLES)
         self._change: RoleChange | None = None
         self._begun_s = 0.0
@@ -153,7 +164,7 @@ class PoolController:
         return self._change
 
     def load(self, role: Role) -> float:
-        """Return the load; infinite without a serving instance."""
+        """Return the demand per serving instance of ``role``; infinite without any."""
         serving, demand = self._serving[role], self._demands[role].value
         return demand / serving if serving else math.inf if self._last_s is not None else 0.0
 
@@ -197,6 +208,7 @@ class PoolController:
         return self._begin(instances, now_s)
 
     def _need(self, instance: InstanceSample) -> float:
+        # Return the latency relative to its objective (1: just met); for decode at least the KV memory in use.
         if instance.role == "prefill":
             return TAIL * instance.queue_s / self._slo.ttft_s
         if not self.idle_tbt_s:
@@ -205,8 +217,12 @@ class PoolController:
         return max(rate / self._most_rate, instance.kv_share)
 
     def _demand(self, instance: InstanceSample) -> float:
+        # Return how many instances at their objective would do this instance's work.
         if instance.role == "prefill":
             return max(float(instance.queue_s > 0), instance.queue_s / self._slo.ttft_s)
+        # A batch of n takes tbt = shared + c·n per step and makes (1 - shared / tbt) / c tokens per second. The demand
+        # is this rate over that at the objective, or with full memory (a batch of n / kv_share); tbt itself is not
+        # proportional to work.
         shared_s, share = min(self.shared_tbt_s, self.idle_tbt_s), instance.kv_share
         if not instance.tbt_s or not self.idle_tbt_s or share > 1:
             return max(instance.tbt_s / self._slo.tbt_s, share)
@@ -218,6 +234,7 @@ class PoolController:
         return 1 - self.idle_tbt_s / self._slo.tbt_s
 
     def _follow(self, change: RoleChange, instance: InstanceSample | None, now_s: float) -> RoleChange | None:
+        # Check the change under way; return its reversal if it takes too long or its old pool has failed.
         back, drain_s = other(change.role), now_s - self._begun_s
         # An instance that serves in its old role was called off by the caller, for example by an operator.
         over = instance is None or instance.role == change.role or instance.state == "serving"
@@ -234,6 +251,7 @@ class PoolController:
         return RoleChange(change.instance, back, reason) if reason else None
 
     def _begin(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
+        # Begin a change, and return it, if a pool needs an instance that the other can spare.
         for to in ROLES:
             giver = other(to)
             serving = self._serving[giver]
@@ -258,12 +276,14 @@ class PoolController:
         return None
 
     def _orphaned(self, to: Role, now_s: float) -> str | None:
+        # Return the reason to refill a pool in which nothing has served for ``settle_s``.
         since_s = self._empty_s[to]
         if since_s is None or now_s - since_s < self.settings.settle_s:
             return None
         return f"no {to} instance has served for {now_s - since_s:.0f} s"
 
     def _helps(self, to: Role) -> str | None:
+        # Return the reason to move an instance into pool ``to``, if ``to`` needs it more.
         settings, giver = self.settings, other(to)
         if not self._serving[to]:
             return None
@@ -280,13 +300,17 @@ class PoolController:
         )
 
     def _need_with(self, role: Role, load: float) -> float:
+        # Return the prefill need at another ``load``; 0 for decode.
         now = self.load(role)
         if role == "decode" or not 0 < now < 1:
             return 0.0
+        # A queue at load ρ is ρ / (1 - ρ) times a factor that a move does not change.
         return self.need(role) * (load / now) * (1 - now) / (1 - load) if load < 1 else math.inf
 
 
 class _Smoothed:
+    """Mean of samples that decay exponentially with time."""
+
     def __init__(self, time_constant_s: float) -> None:
         self._constant_s = time_constant_s
         self._sum = self._weight = 0.0
@@ -296,6 +320,7 @@ class _Smoothed:
         return self._sum / self._weight if self._weight else 0.0
 
     def add(self, total: float, elapsed_s: float, count: float = 1.0) -> None:
+        """Add the ``total`` of ``count`` samples, ``elapsed_s`` after the last call."""
         keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
         share = max(1 - keep, 1e-9)
         self._sum = self._sum * keep + total * share

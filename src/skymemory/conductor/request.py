@@ -18,6 +18,8 @@ HEAD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Slo:
+    """Latency objectives: seconds to the first token, and between tokens."""
+
     ttft_s: float
     tbt_s: float
 
@@ -28,14 +30,12 @@ class Slo:
 
 @dataclass(slots=True)
 class Prompt:
-    """Prompt as hashes of its blocks. Immutable by convention: a frozen dataclass takes three times as long to create.
-
-    ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt;
-    ``pieces`` has the same blocks hashed independently.
-    """
+    """Prompt as hashes of its blocks. Immutable by convention: a frozen dataclass is three times as slow to create."""
 
     blocks: NDArray[np.uint64]
+    """Hash per full block, chained to the previous block and seeded by model, adapter and salt."""
     pieces: NDArray[np.uint64]
+    """Hash per full block, of this block alone."""
     block_tokens: float
     """Tokens per block; estimated if blocks are characters."""
     tokens: int
@@ -50,7 +50,9 @@ class Request:
     prompt: Prompt
     model: str = ""
     adapter: str = ""
+    """LoRA adapter."""
     salt: str = ""
+    """Word that separates the caches of tenants."""
     session: str = ""
     """Client's cookie, header or address."""
     output_tokens: int | None = None
@@ -58,10 +60,10 @@ class Request:
     priority: int = 0
     """Higher values are served first and refused last."""
     streams: bool = True
-    """False: the first byte does not mark the end of the prefill."""
+    """False: the whole answer comes at once, so its first byte does not mark the end of the prefill."""
     slo: Slo | None = None
     answers: int = 1
-    """Answers to one or several prompts."""
+    """Number of completions to generate, over all its prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,7 @@ Explanation = tuple[Names, Names]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Decision:
-    """Server chosen for a request. Immutable by convention.
-
-    The explanation may be a function, called on first use, as few callers read it.
-    """
+    """Server chosen for a request. Immutable by convention."""
 
     request: Request
     server: str
@@ -122,6 +121,7 @@ class Decision:
         return self._explained()[1]
 
     def _explained(self) -> Explanation:
+        # A function until the first use, as few callers read it.
         explanation = self._explanation
         if not isinstance(explanation, tuple):
             explanation = self._explanation = explanation()
@@ -133,6 +133,7 @@ class Decision:
         )
 
     def taken_by(self, server: str) -> Decision:
+        """Return the decision for ``server``, which took the request instead of the chosen server."""
         decision = copy(self)
         decision.server, decision.matched_tokens, decision.estimated_ttft_s = server, 0, None
         decision._explanation = (
@@ -172,12 +173,12 @@ _LENGTH = struct.Struct("<I")
 
 
 def seed(model: str, adapter: str, salt: str) -> int:
-    """Return the seed of a prompt's chain of block hashes (``native.chain_hashes``).
+    """Return the seed of a prompt's chain of block hashes: models, adapters and salts share no blocks.
 
     It is the first eight bytes, little-endian, of the SHA-256 of a tag and each word as UTF-8 after its length (four
-    bytes). Lone surrogates are encoded as they are.
+    bytes).
     """
-    # Lengths precede the words, so that ("ab", "c") and ("a", "bc") differ.
+    # Lengths precede the words, so that ("ab", "c") and ("a", "bc") differ. Lone surrogates are encoded as they are.
     message = bytearray(_TAG)
     for word in (model, adapter, salt):
         raw = word.encode("utf-8", "surrogatepass")

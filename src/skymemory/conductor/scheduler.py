@@ -29,13 +29,18 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
+    """Refusal of a request by an admission rule. ``kind`` is one of ``KINDS``."""
+
     reason: str
     retry_after_s: float
     computed: bool = False
+    """True: after its prefill, which was wasted."""
     kind: str = ""
 
 
 class DecodeForecast(Protocol):
+    """Forecast of the decode load at the end of a prefill."""
+
     @property
     def decode_s(self) -> float:
         """Usual duration of decoding; infinite while unknown."""
@@ -52,7 +57,7 @@ class DecodeForecast(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """Chosen servers of a request. Immutable by convention."""
+    """Chosen prefill and decode server of a request. Immutable by convention."""
 
     request: Request
     prefill: Decision
@@ -69,9 +74,10 @@ class ScheduledRequest:
 
 
 class Admission:
-    """Base of admission rules; admits everything and learns nothing.
+    """Base of admission rules, which refuse requests under overload; admits everything.
 
-    Rules do no I/O and read no clock: equal calls give equal answers.
+    Rules do no I/O and read no clock: equal calls give equal answers. The methods without result record the life of a
+    request; ``joined``: a decode batch.
     """
 
     name: str
@@ -105,7 +111,7 @@ class AdmitAll(Admission):
 
 
 class RuleAround(Admission):
-    """Base of rules that wrap another rule."""
+    """Base of rules that wrap another rule: it passes every call on."""
 
     def __init__(self, rule: Admission) -> None:
         self.rule = rule
@@ -135,10 +141,7 @@ class RuleAround(Admission):
 
 
 class OnArrival(RuleAround):
-    """Wrapper that decides finally on arrival.
-
-    Contexts that grow during the prefill raise the load too little to justify wasting a prefill.
-    """
+    """Wrapper that checks the decode load on arrival, too, so that no prefill is wasted."""
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal = super().on_arrival(placement, now_s)
@@ -147,6 +150,7 @@ class OnArrival(RuleAround):
         return refusal
 
     def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
+        # Contexts that grow during the prefill raise the load too little to justify a late refusal.
         return None
 
 
@@ -178,8 +182,7 @@ class Corrected(RuleAround):
     """Wrapper that corrects estimated times to first token by those of recent requests.
 
     If another server decodes, it adds the hand-over: the mean gap between first tokens of a prefill server less the
-    later request's prefill. It also adds a high quantile (``SHARE``) of recent errors: with their mean, a rule would
-    break every promise close to its objective. An overdue request counts at once.
+    later request's prefill.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
@@ -188,12 +191,15 @@ class Corrected(RuleAround):
         super().__init__(rule)
         self._late: deque[float] = deque(maxlen=self.KEPT)
         self._handovers: deque[float] = deque(maxlen=self.KEPT)
+        # Estimated first-token time and assumed hand-over, in admission order.
         self._due: dict[int, tuple[float, float]] = {}
-        """Estimated first-token time and assumed hand-over, in admission order."""
+        # Last request (0 once it ended, as ids are reused) and last first-token time per server.
         self._last: dict[str, tuple[int, float]] = {}
-        """Last request (0 once it ended, as ids are reused) and last first-token time per server."""
 
     def late_s(self, now_s: float) -> float:
+        """Return a high quantile of recent estimation errors, or the longest wait for an overdue first token."""
+        # With the mean error, a rule would break every promise close to its objective. An overdue request counts at
+        # once.
         late = sorted(self._late)
         recent_s = late[min(len(late) - 1, int(self.SHARE * len(late)))] if late else 0.0
         overdue_s = max((now_s - due_s for due_s, _ in islice(self._due.values(), self.OLDEST)), default=0.0)
@@ -220,6 +226,7 @@ class Corrected(RuleAround):
         return super().on_arrival(placement, now_s)
 
     def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
+        """Remember when the first token is due, per request, and the server's last request."""
         estimated_s, key, server = self.estimated_s(placement, now_s), id(placement.request), placement.prefill.server
         if estimated_s is not None:
             self._due[key] = now_s + estimated_s, self._handover_s()
@@ -243,6 +250,7 @@ class Corrected(RuleAround):
         super().on_request_end(placement, now_s, met)
 
     def _on_first_token(self, placement: ScheduledRequest, now_s: float) -> None:
+        # Learn from a first token how late it is, and the time of the hand-over to the decode server.
         estimate, prefill = self._due.pop(id(placement.request), None), placement.prefill
         if estimate is None:
             return
@@ -369,6 +377,7 @@ class Scheduler:
         return replace(placement, decode=decode)
 
     def begin(self, placement: ScheduledRequest, now_s: float) -> None:
+        """Book the placement: its request is sent."""
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
@@ -419,6 +428,7 @@ class Scheduler:
         self.admission.on_request_end(placement, now_s, met)
 
     def failed(self, placement: ScheduledRequest, now_s: float, prefilled: bool, decoding: bool = False) -> None:
+        """Record a failure, after the prefill ended (``prefilled``) or the request decodes (``decoding``)."""
         if self.decode is None or placement.decode is None:
             (self.prefill.on_request_end if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
@@ -428,6 +438,7 @@ class Scheduler:
         self.admission.on_request_end(placement, now_s, None)
 
     def _current(self, placement: ScheduledRequest, now_s: float) -> ScheduledRequest:
+        # Return the placement with the chosen decode server's estimates as of now.
         assert self.decode is not None and placement.decode is not None
         # The KV already streams to the chosen server, so only that server is estimated again.
         chosen = placement.decode.server

@@ -32,17 +32,13 @@ if TYPE_CHECKING:
 Why = Literal["stale", "sgp4", "moving", "off shell", "off plane", "no slots", "spare"]
 
 STALE_S = 3 * 86400.0
-"""Maximum distance from the file's median epoch."""
 ECCENTRIC = 0.005
-"""Maximum eccentricity, an orbit 70 km wide; stations are kept below 0.001."""
 THRUST_REV_DAY2 = 0.01
-"""Maximum of half the change of the mean motion, 3.6° along track per day: half a slot."""
 _INCLINATION_REACH_DEG = 0.03
 # First narrow, to separate shells from parking orbits near them; then wide, for satellites without a shell. OneWeb
 # flies its planes at altitudes 4 km apart so that they pass each other at the poles.
 _ALTITUDE_REACHES_M = (1_500.0, 4_500.0)
 _LEAST_SHARE = 0.03
-"""Minimum share of an inclination's satellites; fewer are in transit."""
 _LEAST_SATELLITES = 8
 # A satellite that is moved along its plane changes its node too: at another altitude both drift, nodal rate to mean
 # motion as 7/3. So nodes of a filled plane differ by up to 0.85° (43°, 560 km).
@@ -53,13 +49,11 @@ _EVEN_SCORE = 0.75
 _EVEN_OCCUPIED = 0.6
 _SEAM_DEG = 150.0
 _OFF_ALTITUDE_M = 2_000.0
-"""Maximum distance from the plane's altitude; beyond it satellites drift two to three degrees per day."""
 _LEAST_COHERENCE = 0.3
 _LEAST_PHASED = 0.9
 _LEAST_SLOTS = 3
 _MOST_SPARES = 1 / 3
 _LEAST_FILLED = 0.2
-"""Minimum share of a shell's slots; below it, planes and slots fit by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +123,7 @@ class ClusteredShell:
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
+        """Return the shell for a plan; ``source`` names its origin."""
         cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
         return FlownShell(
             source,
@@ -174,7 +169,7 @@ class Clustering:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Means of SGP4's secular rates without drag."""
+    """Mean rates of a shell's satellites by SGP4 without drag."""
 
     argument_rad_s: float
     node_rad_s: float
@@ -183,6 +178,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
+    """Distance of satellites from their closed form, ``after_s`` from the epoch."""
+
     after_s: float
     median_slots: float
     p99_slots: float
@@ -261,9 +258,8 @@ def fit(shell: ClusteredShell) -> Fit:
 
 
 def drift(shell: ClusteredShell, after_s: float) -> Drift:
-    """Compare the closed form with SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
-
-    Satellites that decay before then are left out; differences are modulo a turn.
+    """Compare the closed form with SGP4's mean elements, drag included, ``after_s`` seconds from the epoch, without
+    satellites that decay before then.
 
     Raises:
         InvalidInput: SGP4 propagates none of them that far.
@@ -298,6 +294,7 @@ def _centred(angle: Array, turn: float) -> Array:
 
 
 def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None:
+    """Return Walker's F, the phasing of successive planes, if these offsets fit it."""
     import numpy as np
 
     phasors = np.exp(2j * np.pi * np.array([*offsets_slots.values()]))
@@ -322,6 +319,7 @@ def _dense_runs(values: Array, reach: float) -> list[NDArray[np.int64]]:
 
 
 def _groups(mean: MeanElements, among: NDArray[np.int64], altitude_reach_m: float) -> list[NDArray[np.int64]]:
+    """Return groups of satellites with nearly equal inclination and altitude, as indices."""
     import numpy as np
 
     groups: list[NDArray[np.int64]] = []

@@ -24,13 +24,10 @@ from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
 
 MAX_SPEED_M_S = 1_000.0
-"""Maximum speed of a host, three times an airliner's."""
 MAX_LATITUDE_DEG = 89.0
-"""Maximum latitude of a path: at a pole the plane overhead would jump."""
 _MAX_LEG_RAD = math.radians(170.0)
 _CHECK_RAD = math.radians(0.5)
 _PIECE_RAD = math.radians(0.25)
-"""Piece of a moving host's path with linear interpolation."""
 
 
 class Knot(NamedTuple):
@@ -48,7 +45,9 @@ STILL: Rates = (0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Knots in ascending order of time, at least one; ``rates`` apply before the first and after the last."""
+    """Path of the overhead point over the grid, linear between ascending knots; ``rates`` apply before the first and
+    after the last.
+    """
 
     knots: tuple[Knot, ...]
     rates: Rates = STILL
@@ -73,7 +72,7 @@ class Track:
         return (after.plane - before.plane) / seconds, (after.slot - before.slot) / seconds
 
     def cell_at(self, time_s: float) -> tuple[int, int]:
-        """Return ``(plane, slot)`` of the anchor, not wrapped."""
+        """Return ``(plane, slot)`` of the nearest cell, not wrapped."""
         plane, slot = self.cell(time_s)
         return nearest(plane), nearest(slot)
 
@@ -105,7 +104,7 @@ def _until_edge_s(cell: float, rate: float) -> float:
 
 
 def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool = False) -> Track:
-    """Return the track of ``place`` on a branch (see ``visibility``)."""
+    """Return the track of ``place`` on the climbing or ``descending`` branch of the orbits."""
     rates = (1 / plane_move_period_s(shell), -1 / slot_move_period_s(shell))
     times = _knot_times(place) if isinstance(place, Trajectory) else [0.0]
     knots: list[Knot] = []
@@ -126,7 +125,7 @@ def planes_of_turn(shell: Shell) -> int:
 
 
 def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float) -> tuple[float, float]:
-    """Return ``(wait_s, for_s)`` until, and of, the next time without a seam in a fixed host's box."""
+    """Return ``(wait_s, for_s)`` until, and of, the next time without a star's seam in a fixed host's box."""
     rate = track.rates[0]
     first, last = north - 0.5, shell.planes - 1 - south + 0.5
     turn = planes_of_turn(shell)
@@ -137,6 +136,7 @@ def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float)
 
 
 def _knot_times(way: Trajectory) -> list[float]:
+    """Return times that cut a path into pieces short enough for interpolation."""
     times = [way.waypoints[0].time_s]
     for leg, (start, end) in enumerate(zip(way.waypoints, way.waypoints[1:], strict=False)):
         pieces = max(1, math.ceil(way.leg_rad(leg) / _PIECE_RAD))
@@ -211,6 +211,7 @@ class Trajectory:
         return _angle_rad(_unit(self.waypoints[leg]), _unit(self.waypoints[leg + 1]))
 
     def at(self, time_s: float) -> GroundHost:
+        """Return the position at a time, on the great circle between waypoints."""
         leg = bisect_right(self.waypoints, time_s, key=lambda point: point.time_s) - 1
         if leg < 0 or leg == len(self.waypoints) - 1:
             point = self.waypoints[max(leg, 0)]
@@ -234,7 +235,6 @@ def host_at(place: Place, time_s: float) -> GroundHost:
 
 
 def parse_waypoints(lines: Iterable[str], where: str) -> tuple[Waypoint, ...]:
-    """Parse lines ``seconds latitude longitude``; ``#`` starts a comment."""
     points = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
@@ -280,6 +280,8 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
+    """Grid of base stations in place of satellites, linked to their neighbours; a user moves over it."""
+
     rows: int
     columns: int
 

@@ -23,9 +23,7 @@ from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S, parse_rate
 LinkClass = Literal["up", "down", "isl"]
 LINK_CLASSES: tuple[LinkClass, ...] = ("up", "down", "isl")
 DATAGRAM_OVERHEAD_BYTES = 28
-"""Bytes of UDP and IPv4 headers."""
 LEAST_BUFFER_BYTES = 65_536
-"""Minimum buffer: the longest datagram."""
 LOST = -1.0
 
 _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
@@ -36,9 +34,7 @@ _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
 }
 _SATELLITE = re.compile(r"(\d{1,4}),(\d{1,4})(?:-(\d{1,4}),(\d{1,4}))?")
 _FADE_STEPS = ((0.0, 1.0), (3.0, 0.5), (6.0, 0.25), (9.0, 0.125))
-"""Decibels beyond the fade margin, and the remaining share of the rate (half as much per 3 dB); then the beam is
-out.
-"""
+"""Decibels beyond the fade margin, and the remaining share of the rate; then the beam is out."""
 _LEAST_ELEVATION_DEG = 5.0
 """Elevation below which the path through rain no longer grows (ITU-R P.618)."""
 
@@ -101,7 +97,6 @@ class Outage:
         return kind in self.classes and self.satellites <= set(satellites)
 
     def check(self, torus: Torus) -> None:
-        """Raise ``InvalidInput`` if the grid lacks the satellite or the link."""
         if self.link in _WHOLE_CLASSES:
             return
         named = _satellites_of(self.link)
@@ -180,8 +175,8 @@ def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Rain:
-    """Rain over a host's place, in spells that are wet with probability ``share``, with exponentially distributed
-    rate.
+    """Rain over a host's place: spells of ``spell_s`` are wet with probability ``share``, with exponentially
+    distributed rate.
     """
 
     mm_h: float = setting("rate", _number(0.1, 200.0), 10.0, "mean rain rate of a wet spell, mm/h")
@@ -316,6 +311,7 @@ class Links:
         return filled(cls, table, where)
 
     def as_table(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults, as ``read`` takes them."""
         default, entries = Links(), {}
         for key, field in known_keys(Links).items():
             value = getattr(self, field.name)
@@ -368,7 +364,7 @@ def _table_of(weather: Outage | Rain) -> dict[str, Any]:
 
 
 class LinkCounts:
-    """Counters of a class; a packet counts on each link of its path."""
+    """Counters of a class of links; ``outage``: packets lost while a link is out."""
 
     __slots__ = ("bytes", "carried", "dropped", "longest_s", "outage")
 

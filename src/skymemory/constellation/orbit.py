@@ -9,9 +9,6 @@ Source: SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the di
 Walker's slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so after P planes the grid is twisted by F
 slots. Here slot s of plane k is the satellite *nearest* to its position for F = 0 (``Shell.walker_slot`` maps back):
 the torus closes without a twist, and routing, placement and handover need not know F.
-
-Two-line elements are not propagated: all hosts must compute the same regular grid to the bit; station keeping corrects
-drift within a slot.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 """Spread of nodes: round the equator, or over half of it."""
 
 LINK_CLEARANCE_M = 80_000.0
-"""Minimum height of a laser link, outside the atmosphere."""
 EARTH_J2 = 1.08262668e-3
 WGS84_RADIUS_M = 6_378_137.0
 
@@ -288,16 +284,12 @@ class Shell:
         return math.dist(own_m, self.position_m(u_there, node_rad))
 
     def longest_plane_link_m(self, plane: int) -> float:
-        """Return the maximum length of the links from ``plane`` to the next."""
         # The scalar product of the two unit vectors is A − |B|·cos(2u + δ), with δ the difference of their arguments.
         delta_rad = self.argument_rad(plane + 1, 0) - self.argument_rad(plane, 0)
         return self.chord_m(0, 1, -delta_rad / 2, plane)
 
     def nearest_approach_m(self) -> float:
-        """Return the least distance ever between satellites of different planes, exactly.
-
-        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ their arguments' difference.
-        """
+        """Return the least distance ever between satellites of different planes, exactly."""
         import numpy as np
 
         if self.planes == 1:
@@ -349,11 +341,10 @@ class Shell:
         return _plane_links_s(self)[0]
 
     def plane_link_one_way_s(self, plane: int) -> float:
-        """Return the maximum light time to the next plane."""
         return _plane_links_s(self)[1][plane % self.planes]
 
     def hop_one_way_s(self, torus: Torus, satellite: SatelliteId, neighbour: SatelliteId) -> float:
-        """Return the light time between neighbours; over a gap, that of the missing links, which is no less."""
+        """Return the light time between neighbours; over a gap, that of the missing links."""
         return self.path_one_way_s(satellite.plane, *torus.delta(satellite, neighbour))
 
     def route_one_way_s(self, torus: Torus, start: SatelliteId, target: SatelliteId) -> float:
@@ -371,6 +362,7 @@ class Shell:
 
 @lru_cache(maxsize=64)
 def _plane_links_s(shell: Shell) -> tuple[float, tuple[float, ...]]:
+    """Return the mean of planes' maximum light times to the next plane, and each plane's."""
     links_s = tuple(shell.longest_plane_link_m(plane) / SPEED_OF_LIGHT_M_S for plane in range(shell.planes))
     linked = links_s[:-1] if shell.pattern == "star" and shell.planes > 1 else links_s
     # In phase, planes are equal except for rounding: use the first exactly.

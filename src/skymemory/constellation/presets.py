@@ -21,7 +21,7 @@ DEFAULT_PRESET = "testbed-19x5"
 
 @dataclass(frozen=True, slots=True)
 class FlownShell:
-    """Shell of real satellites, from which a plan rebuilds it; offsets are in slots, by plane."""
+    """Shell of real satellites, from which a plan rebuilds it; nodes and offsets (in slots) by plane."""
 
     source: str
     epoch_unix_s: float
@@ -73,6 +73,7 @@ class FlownShell:
 
 
 def _widest(shell: Shell) -> tuple[int, int]:
+    """Return how many slots and planes a link can span above the atmosphere."""
     slots = planes = 1
     while slots < shell.slots_per_plane // 2 and not shell.link_blocked(shell.chord_m(slots + 1, 0)):
         slots += 1
@@ -86,6 +87,7 @@ def _widest(shell: Shell) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _flown_preset(flown: FlownShell) -> Preset:
+    """Do ``FlownShell.preset``, cached."""
     shell, torus = flown.shell(), flown.torus()
     if any(torus.wrap(*gap) != gap for gap in torus.gaps):
         raise InvalidInput(f"{flown.source}: a gap outside of {torus.planes} planes of {torus.slots_per_plane} slots")
@@ -140,7 +142,7 @@ class Preset:
 def _real(
     name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float, phase: int
 ) -> tuple[Preset, Preset]:
-    """Return the present version, and the papers': phase 0, a spherical Earth."""
+    """Return a real constellation's present version, and that of the papers: phase 0, a spherical Earth."""
     where = f"{altitude_m / 1000:.0f} km, {inclination_deg:g}°"
     title = name.replace("-", " ").title()
     words = f"{title}: {planes} planes of {slots} satellites at {where}"
@@ -148,7 +150,7 @@ def _real(
     before = Shell(planes, slots, altitude_m, inclination_deg)
     # A hybrid host with a climbing gateway has the fastest reads in all four, at 17 places through a revolution: 2.9 MB
     # on Starlink A in 38 ms in the median and 58 ms in p99; with the nearest gateway in 66 and 410 ms. Access through
-    # the gateway alone takes as long, and longer if beams have rates (``sim.sky.physical``).
+    # the gateway alone takes as long, and longer if beams have rates (``skymemory_lab.sim.sky.physical``).
     newest = Preset(name, words, shell, shell.torus, access="hybrid", gateway="climbing", version=2)
     return newest, Preset(name, words, before, before.torus)
 

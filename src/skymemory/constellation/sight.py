@@ -19,10 +19,7 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""Rules for the gateway: the highest satellite in sight, or the highest on the box's branch.
-
-Satellites of the other branch are half the grid away along the links.
-"""
+"""Rules for the gateway: the highest satellite in sight, or the highest on the box's branch, whose links are short."""
 
 
 class Sight(Protocol):
@@ -42,9 +39,7 @@ class Sight(Protocol):
         ...
 
     @property
-    def any_blocked(self) -> bool:
-        """True if ``blocked`` can be true."""
-        ...
+    def any_blocked(self) -> bool: ...
 
     def blocked(self, satellite: SatelliteId, neighbour: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
         """Return True if the Earth or its atmosphere is between two neighbours."""
@@ -88,6 +83,8 @@ def _dot(a: Vector, b: Vector) -> float:
 
 
 class _Host(NamedTuple):
+    """Place of a host; ``below`` is the unit vector from the Earth's centre to it."""
+
     below: Vector
     up: Vector
     """Normal of the horizon; on a sphere ``below``."""
@@ -104,7 +101,7 @@ class _Host(NamedTuple):
 
 @dataclass(frozen=True)
 class OrbitSight:
-    """View of real orbits, in closed form: per plane, the arc above the mask."""
+    """View of real orbits, in closed form: per plane, the arc above the mask. ``rule`` chooses the gateway."""
 
     shell: Shell
     place: Place
@@ -147,12 +144,11 @@ class OrbitSight:
         return shell.link_blocked(math.dist(own_m, target_m))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
-        """Return the operators' pushes."""
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Return the cells above the mask, without pushes."""
+        """Return the cells above the mask, the gateway first, without pushes."""
         shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
         host = self._host(sky_s)
         # On the ellipsoid the vertical deviates from the line to the centre of the Earth, by at most a fifth of a
@@ -194,6 +190,7 @@ class OrbitSight:
         return [satellite for _, _, satellite in sorted(cells)]
 
     def _host(self, sky_s: float) -> _Host:
+        """Return the host's position at a time, in the frame of the orbits."""
         host, model = host_at(self.place, sky_s), self.shell.model
         longitude = math.radians(host.longitude_deg) + ground_angle_rad(model, self.epoch_unix_s, sky_s)
         latitude = math.radians(host.latitude_deg)
@@ -227,10 +224,7 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """View of a grid without orbits (the paper's testbed), by offsets from the overhead point.
-
-    Its links count as free; on a ring all would pass through the Earth.
-    """
+    """View of a grid without orbits (the paper's testbed), by offsets from the overhead point. No link is blocked."""
 
     shell: Shell
     torus: Torus
@@ -267,6 +261,7 @@ class BoxSight:
 
 @lru_cache(maxsize=16)
 def _offsets_in_sight(shell: Shell, torus: Torus, mask_deg: float) -> tuple[tuple[int, int], ...]:
+    """Return cells above the mask as offsets from the overhead point, nearest first."""
     reach_s = slant_s(shell, reach_cosine(shell, mask_deg))
     origin = SatelliteId(0, 0)
     offsets = {torus.delta(origin, satellite) for satellite in torus.satellites()}

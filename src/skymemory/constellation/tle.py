@@ -134,6 +134,7 @@ def _refuse(reason: str) -> None:
 
 
 def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[ElementSet]:
+    """Yield the element sets of two-line text; ``refuse`` gets the reason for each bad record, and may raise."""
     from sgp4.api import SGP4_ERRORS, Satrec
 
     name = ""
@@ -185,7 +186,7 @@ def _fraction(text: str) -> float:
 
 
 def _exponent(text: str) -> float:
-    """Check a number such as `` 12345-3`` (0.12345e-3); the value is not needed."""
+    """Check a number such as `` 12345-3`` (0.12345e-3)."""
     if not _EXPONENT.fullmatch(text):
         raise ValueError(text)
     return 0.0
@@ -193,6 +194,8 @@ def _exponent(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
+    """Columns of a two-line set, with a parser and limits of the value."""
+
     start: int
     stop: int
     what: str
@@ -250,6 +253,7 @@ Record = tuple[str, Mapping[str, Any]]
 
 
 def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[ElementSet]:
+    """Yield the element sets of OMM records (place in the file, values); ``refuse`` as in ``_two_line``."""
     from sgp4 import omm
     from sgp4.api import SGP4_ERRORS, Satrec
 

@@ -29,15 +29,13 @@ class SatelliteId(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Label as in the paper's figures: 1-based, satellite first."""
         return f"sat {self.slot + 1}, orb {self.plane + 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Torus:
-    """Grid of ``planes`` rings of ``slots_per_plane`` satellites; ``gaps`` are cells without a satellite.
-
-    A link spans at most ``most_slots`` slots or ``most_planes`` planes.
+    """Grid of ``planes`` rings of ``slots_per_plane`` satellites. ``gaps`` are cells without a satellite; no links
+    cross a ``seam``. A link spans at most ``most_slots`` slots or ``most_planes`` planes.
     """
 
     planes: int
@@ -78,7 +76,6 @@ class Torus:
         return SatelliteId(plane % self.planes, slot % self.slots_per_plane)
 
     def index(self, satellite: SatelliteId) -> int:
-        """Return the position in plane-major order."""
         return satellite.plane * self.slots_per_plane + satellite.slot
 
     def satellite(self, index: int) -> SatelliteId:
@@ -157,6 +154,7 @@ class Torus:
     def _next_over_gaps(
         self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode, came_axis: Axis | None
     ) -> SatelliteId:
+        """Return the neighbour that ``_next_hop`` prefers if it is on a shortest path, or any that is."""
         links_to = _distances(self, target)
         links = links_to[self.index(satellite)]
         if links in (0, _FAR):
@@ -168,6 +166,7 @@ class Torus:
     def _next_hop(
         self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode, came_axis: Axis | None
     ) -> SatelliteId:
+        """Return the neighbour on the way to ``target`` in a grid without gaps."""
         d_slot, d_plane = self.delta(satellite, target)
         if d_plane and d_slot:
             along_plane_axis = mode == "greedy" or self._alternate_on_plane_axis(d_slot, d_plane, came_axis)
@@ -188,7 +187,6 @@ class Torus:
         return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that diagonals also spread over the four links
 
     def path(self, satellite: SatelliteId, target: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
-        """Return the satellites on the path, both ends included."""
         way = [satellite]
         came_axis: Axis | None = None
         while satellite != target:
@@ -216,6 +214,7 @@ def _living(torus: Torus, cell: SatelliteId) -> SatelliteId:
 
 @lru_cache(maxsize=1 << 14)
 def _over_gaps(torus: Torus, satellite: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
+    """Return the four neighbours of a satellite in a torus with gaps, cached."""
 
     def next_along(d_plane: int, d_slot: int, most: int) -> SatelliteId:
         for steps in range(1, most + 1):

@@ -3,7 +3,6 @@
 The satellite nearest to a host changes about every minute, between planes and branches; a box that followed it would
 always migrate. So its centre is an *anchor*: the overhead point's cell on a fixed branch, a pure function of host,
 epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns against the nodes.
-(Without plane steps, the papers' box sets within two hours.)
 
 ``j2``: WGS84 at height 0, geodetic, turning by mean sidereal time (TEME). ``paper``: a sphere that turns by the Earth
 rotation angle.
@@ -83,7 +82,6 @@ def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
 
 
 _SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
-"""Sidereal rate in J2000; its relative change is 6e-12 per century."""
 
 
 def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: Times) -> Times:
@@ -117,7 +115,7 @@ def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
 def overhead_cell(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, descending: bool = False
 ) -> tuple[float, float]:
-    """Return ``(plane, slot)`` of the overhead point on a branch, not wrapped.
+    """Return ``(plane, slot)`` of the point above a host on a branch, as real numbers, not wrapped.
 
     A star has no planes from its last on: each branch is overhead for half of the day.
     """
@@ -177,12 +175,10 @@ def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
 def host_position_m(
     host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
 ) -> NDArray[np.float64]:
-    """Return the host's inertial position."""
     return place_m(host, model, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper") -> NDArray[np.float64]:
-    """Return the inertial normal of the host's horizon."""
     return place_up(host, ground_angle_rad(model, epoch_unix_s, now_s))
 
 

@@ -1,5 +1,4 @@
-"""Checks of a user's set-up: why the hit rate is 0 (``examine``, ``examine_vllm``), and if the cache changes the
-model's output (``measure_logit_distance``).
+"""Checks of a user's set-up: why the hit rate is 0, and if the cache changes the model's output.
 
 torch is imported only for a model: vLLM's logs can be read on any computer.
 """
@@ -44,6 +43,8 @@ Opened = TypeVar("Opened")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """Result of a check: its subject, success, and a sentence for the user."""
+
     what: str
     well: bool
     words: str
@@ -107,6 +108,7 @@ def examine(
 
 
 def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: str, tokens: int) -> torch.Tensor:
+    # Return that many token ids: of ``text``, repeated as needed, or random without a tokenizer.
     import torch
 
     if tokenizer is None:
@@ -117,6 +119,7 @@ def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, t
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, str]:
+    # Check that equal texts become equal ids; return success and a sentence.
     if tokenizer(text[:200])["input_ids"] != tokenizer(text[:200])["input_ids"]:
         return False, "it gives other ids for the same text each time: no prompt is found again"
     bos = getattr(tokenizer, "bos_token", None)
@@ -130,6 +133,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, str
 
 
 def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
+    # Check that the store takes blocks and returns them; return success and a sentence.
     name, started_s = kvc.store.name, time.perf_counter()
     before = kvc.get_cache_ids(ids).result
     if before.not_found in UNANSWERED:
@@ -152,6 +156,7 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
 
 
 def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
+    # Check that ``generate`` computes no token that was loaded; return success and a sentence.
     import torch
     import transformers
 
@@ -179,6 +184,7 @@ def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
 def _compared(
     ours: Mapping[str, object], theirs: Mapping[str, object], own_place: str = "here", other_place: str = "there"
 ) -> tuple[bool, str]:
+    # Check that two contexts are equal, else nothing is shared; return success and a sentence.
     if not isinstance(theirs, Mapping) or "digest" not in theirs:
         raise InvalidInput("the other examination has no context: save one there with --save")
     if ours["digest"] == theirs["digest"]:
@@ -228,6 +234,7 @@ def examine_vllm(engines: Mapping[str, EngineReport], address: str | None = None
 
 
 def _engine(report: EngineReport) -> tuple[bool, str]:
+    # Check the version and sizes in an engine's report; return success and a sentence.
     words = (
         f"vLLM {report.vllm}, {report.role}, blocks of {report.block_tokens} tokens, values of {report.value_tokens} "
         f"({format_size(report.value_bytes)}): a shorter prompt is not saved"
@@ -240,6 +247,7 @@ def _engine(report: EngineReport) -> tuple[bool, str]:
 
 
 def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
+    # Store a random value at the first address that works, load it at each, and delete it.
     name, value = os.urandom(16).hex(), os.urandom(size_bytes)
     findings: list[Finding] = []
     where, holder = "", None
@@ -282,6 +290,7 @@ def open_in_time(opening: Callable[[], Opened], close: Callable[[Opened], object
 
 
 def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
+    # Open a store; return it with a description of its server.
     if ":***@" in address:
         raise InvalidInput("its password is not in the log: give the whole address by --store")
     store = open_store(address)
@@ -299,6 +308,7 @@ def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
 
 
 def _server(info: Mapping[str, str]) -> str:
+    # Describe a Redis server or store daemon by the answer to INFO.
     if "skymemory_version" not in info:
         full = info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") == "noeviction"
         advice = ", which stores nothing more once it is full: set maxmemory-policy allkeys-lru" if full else ""

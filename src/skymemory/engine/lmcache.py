@@ -86,6 +86,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         return loaded[:end]
 
     def _load(self, keys: Sequence[Any]) -> list[MemoryObj | None]:
+        # Load objects into memory of LMCache's CPU pool; None: a miss.
         loaded: list[MemoryObj | None] = [None] * len(keys)
 
         def place(at: int, value: memoryview) -> bool:
@@ -116,6 +117,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[MemoryObj]) -> None:
         size_bytes = sum(memory.get_size() for memory in memory_objs)
+        # A full queue refuses the objects: saves must not fill the memory.
         if not self.values.queue(size_bytes):
             return
         for memory in memory_objs:
@@ -163,6 +165,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
     async def _result_of(
         self, future: Future[Result], late: Callable[[Result], object] = lambda result: None
     ) -> Result:
+        # Wait for a thread's result. If the wait is cancelled, ``late`` gets the result later, to free its memory.
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:

@@ -1,7 +1,6 @@
 """LMCache's multi-process server: an L2 adapter that keeps its objects in any store (docs/guide/lmcache.md).
 
-The server submits tasks, which threads execute, and waits at three event descriptors. Nothing is locked between a
-lookup and its load.
+The server submits tasks, which threads execute, and waits at three event descriptors.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from skymemory.kv.context import CacheContext
 from skymemory.metrics import SharedCounters
 from skymemory.reasons import Miss
 
-_OBJECT_BYTES = 32 << 20
-"""Assumed size for batches, as of an 8B model; the true size is known later."""
+_OBJECT_BYTES = 32 << 20  # assumed size for batches, as of an 8B model; the true size is known later
 _KEPT_SIZES = 1 << 20
 _WHERE = "--l2-adapter, adapter_params"
 _LENGTH_BYTES = 4
@@ -36,6 +34,8 @@ _log = init_logger(__name__)
 
 
 class _Tasks(Generic[Result]):
+    """Numbered tasks in threads. LMCache waits at the event descriptor ``fileno`` and then takes their results."""
+
     def __init__(self, threads: int, name: str, counters: SharedCounters) -> None:
         self._counters = counters
         self._pool = ThreadPoolExecutor(threads, f"lmcache l2 {name}")
@@ -47,7 +47,7 @@ class _Tasks(Generic[Result]):
         return int(self._event.fileno())
 
     def submit(self, task: int, work: Callable[[], Result], failed: Result) -> int:
-        """Run ``work`` in a thread; ``failed``: the result if it raises, since LMCache waits for a result."""
+        """Run ``work`` in a thread; its result is ``failed`` if it raises, since LMCache waits for a result."""
 
         def run() -> None:
             try:
@@ -91,8 +91,8 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._lookups = _Tasks[Bitmap](2, "look up", self.values.counters)
         self._loads = _Tasks[Bitmap](4, "load", self.values.counters)
         self._sizing = RLock()
+        # Sizes of objects stored here: LMCache sums them by tenant. ``_sizing`` keeps notifications in order.
         self._sizes: OrderedDict[Any, int] = OrderedDict()
-        """Sizes of objects stored here: LMCache sums them by tenant. ``_sizing`` keeps notifications in order."""
         self._has_warned = False
 
     def get_store_event_fd(self) -> int:
@@ -113,6 +113,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._stores.submit(next(self._numbers), work, L2StoreResult(False, 0))
 
     def _store(self, keys: list[Any], objects: list[Any], size_bytes: int, fits: bool) -> L2StoreResult:
+        # Store objects, and report new keys to LMCache, which sums sizes by tenant.
         if not fits:
             return L2StoreResult(False, 0)
         try:
@@ -173,6 +174,8 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._loads.submit(next(self._numbers), partial(self._load, keys, objects), Bitmap(len(keys)))
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
+        # Load values into ``objects``; return a bit for each. Keys found evicted are reported to LMCache.
+
         def place(at: int, value: memoryview) -> bool:
             about, room = _about(objects[at]), _bytes_of(objects[at])
             if value[: len(about)] != about or value.nbytes - len(about) != room.nbytes:

@@ -1,8 +1,7 @@
 """Values of other engines' plug-ins in a store: bytes under the engine's names, checked, and limited in time.
 
-A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. A value is a header (``kv.value``) and
-the payload; its key a hash of the engine's name and of a context. Once the store is open nothing raises: a bad or late
-value is a miss, a refused value is counted.
+A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. Once the store is open nothing raises: a
+bad or late value is a miss, a refused value is counted.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from skymemory.testbed.open_store import kinds_of, open_store
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 8
-"""Number of threads: a lookup must not wait for a slow load."""
+_THREADS = 8  # number of threads: a lookup must not wait for a slow load
 _LOG_EVERY_S = 60.0
 
 
@@ -160,6 +158,7 @@ class PluginStore:
         batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
         ends_s = time.monotonic() + self._load_deadline_s
         while len(reasons) < len(names) and not (is_prefix and any(reasons)):
+            # The first batch has the store's own deadlines, which allow for a busy computer.
             with _until(ends_s if reasons else math.inf):
                 if not left_s():
                     break
@@ -171,6 +170,7 @@ class PluginStore:
         return reasons + [why] * not_tried
 
     def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[Miss | None]:
+        # Load a batch of ``names``, the first of which is value ``first`` for ``place``; return reasons of misses.
         keys = [self.key(name) for name in names]
         reasons: list[Miss | None] = [Miss.UNREACHABLE] * len(keys)
         ticket = None
@@ -211,6 +211,7 @@ class PluginStore:
         batch = max(1, STORE_BATCH_BYTES // self.value_bytes)
         for start in range(0, len(missing), batch):
             part = missing[start : start + batch]
+            # The first batch has the store's own deadlines.
             with _until(ends_s if start else math.inf):
                 if not left_s():
                     self.counters.add("refused_total", len(missing) - start, Miss.DEADLINE)
@@ -223,6 +224,7 @@ class PluginStore:
         return SavedValues(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
 
     def _put(self, values: Sequence[tuple[bytes, Callable[[], Sequence[Buffer]]]]) -> list[bool]:
+        # Store a batch of keys, each with a reader of its value's pieces; return for each if it is stored.
         reason = Miss.NOT_TAKEN
         stored = [False] * len(values)
         try:
@@ -293,9 +295,7 @@ GONE = INVALID | {Miss.ABSENT}
 
 
 def _until(ends_s: float) -> AbstractContextManager[None]:
-    """Limit a batch to its call's remaining time: the first has the store's own deadlines, which allow for a busy
-    computer, later batches end by ``ends_s``.
-    """
+    """Limit a batch to its call's deadline ``ends_s``."""
     return ending_within(ends_s - time.monotonic())
 
 
@@ -313,6 +313,7 @@ def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
 
 
 def _payload(key: bytes, value: memoryview) -> memoryview | Miss:
+    # Return the payload of a value after all checks, or the reason why it is of no use.
     try:
         header, payload = unpack_value(value)
     except LaterVersion:

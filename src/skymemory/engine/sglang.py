@@ -1,7 +1,7 @@
 """SGLang's HiCache: its pages in any store, by the backend "dynamic" (docs/guide/sglang.md).
 
 It has all interfaces: copied pages (``batch_get``, ``batch_set``), pages by pointer (``_v1``; ``"interface_v1": 1``),
-and pools of hybrid models (``_v2``), called in SGLang's threads.
+and pools of hybrid models (``_v2``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from skymemory.kv.context import CacheContext
 
 _log = logging.getLogger(__name__)
 _KV = "kv"
+# Pools cut by rank although keys and values are not: states, and a draft model's, which one rank stores.
 _BY_RANK = ("mamba", "draft", "draft_swa")
-"""Pools cut by rank although keys and values are not: states, and a draft model's, which one rank stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         self._values = PluginStore(self._settings, context, page_bytes)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Register a further pool of pages, such as recurrent states of a hybrid model."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if (name := str(host_pool_name)) == _KV:  # registered by ``register_mem_pool_host``
             return
@@ -128,6 +129,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     # --- pages by pointer ---
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Load pages into SGLang's host memory at ``host_indices``; return for each if it was loaded."""
         pages = self._pages(len(keys), host_indices)
 
         def place(at: int, value: memoryview) -> bool:
@@ -145,6 +147,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return self._save(self.values, [_by_pointer(key) for key in keys], lambda at: pages[at])
 
     def _pages(self, count: int, host_indices: torch.Tensor) -> list[Sequence[memoryview]]:
+        # Return each page's pieces of host memory.
         pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
         pieces_per_page, remainder = divmod(len(pointers), count)
         if remainder:
@@ -187,6 +190,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
 
     def _transfer(self, transfer: Any, pages: Callable[[_ExtraPool, list[str], list[int]], list[bool]]) -> list[bool]:
+        # Call ``pages`` to load or save the pages of a pool at their places in host memory.
         name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
         pool = _ExtraPool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
         size = getattr(pool.host, "page_size", 1) or 1

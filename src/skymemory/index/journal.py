@@ -39,6 +39,8 @@ _GROUP_HEAD_SIZED = struct.Struct("<BHII")
 
 
 class RecordOp(enum.IntEnum):
+    """Change that a record describes."""
+
     ADD = 1
     REMOVE = 2
     REMOVE_CONTEXT = 3
@@ -108,6 +110,7 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
 
 
 def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
+    """Return the record at an offset and its end; None if incomplete or damaged."""
     if at + _FRAME.size > len(view):
         return None
     marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
@@ -191,7 +194,6 @@ def split_hashes(data: Buffer) -> tuple[bytes, ...]:
 
 
 def sized(groups: Iterable[Group]) -> bool:
-    """Return True if the groups need version 2."""
     return any(chunk_bytes for _, _, _, chunk_bytes in groups)
 
 
@@ -208,7 +210,6 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """Return ``count`` groups, and their size in bytes."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
@@ -242,9 +243,7 @@ def replay(record: Record, index: RadixIndex) -> None:
 
 
 def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
-    """Replay records, also into ``state``; return their bytes. Additions and removals, nearly all, never become
-    objects. InvalidInput for a contradiction.
-    """
+    """Replay records, also into ``state``; return their bytes. InvalidInput for a contradiction."""
     view = memoryview(data).cast("B")
     at = 0
     while True:
@@ -266,6 +265,8 @@ def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
 
 
 def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
+    """Pass records that recreate the index to ``write``."""
+
     def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
         body, version = _joined_add(start, parent, hashes, rows, groups)
         write(_framed(RecordOp.ADD, version, body))
@@ -274,10 +275,8 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 
 
 class JournalState:
-    """State of a journal. ``complete``: blocks that it does not name are absent.
-
-    Only a journal that began with its constellation (BORN) and lost no record is complete. Probing makes none complete:
-    clients elsewhere may store more.
+    """State of a journal. ``complete``: blocks that it does not name are absent. That needs a journal that began with
+    its constellation (BORN) and lost no record; clients elsewhere may store more than probing finds.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")
@@ -287,7 +286,6 @@ class JournalState:
         self.keys_probed = 0
         self.values_adopted = 0
         self.unknown_records = 0
-        """Records of a later release, about any block."""
 
     def apply(self, record: Record) -> None:
         if record.op is RecordOp.BORN:

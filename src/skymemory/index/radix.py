@@ -1,4 +1,4 @@
-"""RadixIndex: block hash → BlockInfo, and the longest present prefix of a prompt (paper §3.10).
+"""RadixIndex: ``BlockInfo`` by block hash, and the longest present prefix of a prompt (paper §3.10).
 
 A hash names its complete prefix, so no edge labels are compared: one lookup finds a block, which knows its predecessor.
 """
@@ -25,6 +25,8 @@ ROW_BYTES = _ROW.size
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
+    """Entry of a stored KV block: how its value is divided and placed."""
+
     chunks: int
     value_bytes: int
     value_crc: int
@@ -78,7 +80,6 @@ class Groups:
         return _ROW.pack(*numbers, number) if number else row
 
     def unpack(self, row: Buffer) -> BlockInfo:
-        """Return a row's entry; IndexError if its group is missing."""
         *numbers, number = _ROW.unpack(row)
         return BlockInfo(*numbers, *self.listed[number])
 
@@ -196,7 +197,6 @@ class RadixIndex:
         return bytes_by_servers
 
     def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Return a block's depth and predecessor; None if absent."""
         return self._table.place(key)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
@@ -211,6 +211,7 @@ class RadixIndex:
         return self._table.remove(key)
 
     def remove_context(self, context: bytes) -> list[bytes]:
+        """Remove the blocks of a cache context. Return their hashes, the deepest first."""
         numbers = {number for number, group in enumerate(self._groups.listed) if group[2] == context}
         blocks = [(depth, key) for key, depth, number in self._table.items() if number in numbers] if numbers else []
         blocks.sort(reverse=True)

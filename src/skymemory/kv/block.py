@@ -58,8 +58,8 @@ def hash_blocks(
     ``h_i = SHA-256(h_{i-1} || tokens_i)``, tokens as unsigned 32-bit little-endian, ``h_{-1}`` the context digest (the
     paper's §3.1: null).
 
-    ``content``: token position of the first placeholder → 32-byte digest of an image or sound. Its block's hash gets
-    ``|| offset in the block as u32 || digest``, in order of position.
+    ``content``: 32-byte digest of an image or sound, by the token position of its first placeholder. Its block's hash
+    gets ``|| offset in the block as u32 || digest``, in order of position.
 
     Raises InvalidInput for tokens that are not integers in 0 .. 2^32-1 or not one-dimensional.
     """
@@ -91,6 +91,7 @@ def key_hash(namespace_digest: bytes, key: str) -> bytes:
 
 
 def _token_bytes(tokens: Tokens) -> bytes | memoryview:
+    """Return tokens as unsigned 32-bit little-endian; InvalidInput unless flat, whole, in range."""
     if (packed := native.pack_tokens(tokens)) is not None:
         return packed
     try:
@@ -111,6 +112,7 @@ def _token_bytes(tokens: Tokens) -> bytes | memoryview:
 
 
 def _fold(content: Mapping[int, bytes], count: int, block_tokens: int) -> dict[int, bytes]:
+    """Return what to hash for the media in each block."""
     folded: dict[int, bytes] = {}
     for position in sorted(content):
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < count:

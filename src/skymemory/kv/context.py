@@ -20,8 +20,8 @@ _FIXED = struct.Struct("<BI")
 class CacheContext:
     """Identity of a KV cache. Contexts that differ in any field share no block.
 
-    The digest seeds the chain of block hashes (the paper's null hash, §3.1), so any change invalidates by construction
-    (§3.3). Of the codec only the permission of loss is included: a block may be re-encoded.
+    The digest seeds the chain of block hashes (the paper's null hash, §3.1), so any change invalidates (§3.3). Of the
+    codec only the permission of loss is included: a block may be re-encoded.
     """
 
     model: str
@@ -56,9 +56,7 @@ class CacheContext:
             raise InvalidInput(f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}")
 
     def encode(self) -> bytes:
-        """Return the bytes to hash: tag, version, then every field, variable parts with their length (little-endian):
-        injective.
-        """
+        """Return the bytes to hash: tag, version, then every field, variable parts with their length: injective."""
         texts = (self.model, self.weights, self.tokenizer, self.kv_dtype, self.layout, self.adapter)
         parts = [_PREFIX.pack(b"skycache", ENCODING_VERSION), _FIXED.pack(self.lossless, self.block_tokens)]
         for raw in (*(text.encode() for text in texts), self.tenant_salt):

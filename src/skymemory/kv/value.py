@@ -91,8 +91,8 @@ class ValueHeader:
 
 
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
-    """Return header and payload (an unchecked view) of a stored value. Raises MalformedPacket; its subclass
-    LaterVersion for what a later release wrote.
+    """Return header and unchecked payload of a stored value. Raises MalformedPacket; LaterVersion for a later
+    release's.
     """
     view = memoryview(value).cast("B")
     header = unpack_header(view)
@@ -161,7 +161,7 @@ def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
-    """Return True for an undamaged block of this hash. Values of a later release pass: they are moved unread."""
+    """Return True for an undamaged block of this hash. A later release's values pass: they are moved unread."""
     try:
         header, payload = unpack_value(value)
     except LaterVersion:
@@ -190,7 +190,7 @@ def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | N
 
 def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
     """Return codec id and payload of a stored block, checked. Raises MalformedPacket; ForeignBlock for another block or
-    layout, LaterVersion for what a later release wrote.
+    layout, LaterVersion for a later release's.
     """
     header, payload = unpack_value(value)
     _check_block(header, native.crc32(payload), block_hash, layout)
@@ -200,7 +200,7 @@ def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLa
 def check_placed_block(
     head: memoryview, value_bytes: int, value_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout
 ) -> int:
-    """Return the codec id after these checks, given only the header and the CRC-32 of all ``value_bytes``."""
+    """Check a block like ``open_block``, given its header and the CRC-32 of all its bytes; return the codec id."""
     header = unpack_header(head)
     if header.header_bytes != len(head) or header.header_bytes + header.payload_bytes != value_bytes:
         raise MalformedPacket(f"a value of {value_bytes} bytes whose header says otherwise: {header}")

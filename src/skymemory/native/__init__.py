@@ -64,21 +64,21 @@ for _name in ("HostDirectory", "HostReader", "HostView"):
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> backend.Crcs:
-    """Return the CRC-32 of each ``chunk_bytes`` (uint32, maybe read-only)."""
+    """Return the CRC-32 of each ``chunk_bytes`` (uint32)."""
     if _fast is not None:
         return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), _CRC)
     return backend.crc32_chunks(value, chunk_bytes)
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
-    """Return the chained XXH64 of the whole blocks (uint64, maybe read-only)."""
+    """Return the chained XXH64 of the whole blocks (uint64)."""
     if _fast is not None:
         return np.frombuffer(_fast.chain_hashes(data, block_bytes, seed), _HASH)
     return backend.chain_hashes(data, block_bytes, seed)
 
 
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
-    """Return the seeded XXH64 of each whole block (uint64, maybe read-only)."""
+    """Return the seeded XXH64 of each whole block (uint64)."""
     if _fast is not None:
         return np.frombuffer(_fast.piece_hashes(data, block_bytes, seed), _HASH)
     return backend.piece_hashes(data, block_bytes, seed)

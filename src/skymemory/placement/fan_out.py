@@ -6,8 +6,8 @@ A value of n chunks from s servers takes (spec §4, bound (i), if transmitting a
 
 A satellite gets at most ``_MOST_BYTES`` of a value, or several writers would overrun it.
 
-The nearest satellite has a share of every value; if it is full and evicts a share, the value is lost. So values on s
-servers or fewer may take a fifth of its memory, and only what values on more servers leave free, but always a little.
+The nearest satellite has a share of every value, so values on s servers or fewer may take only a fifth of its memory,
+and only what values on more servers leave free, but always a little.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from skymemory.placement.layout import Box
 from skymemory.placement.locate import Moves, Placement
 
 BEAM_BYTES_PER_S = 150e6
-"""Rate of a beam: 1.2 Gbit/s, a channel of 400 MHz in Ka band at 550 km (3GPP TR 38.821,
-``sim.loading.LinkBudget``).
-"""
+"""Rate of a beam of 400 MHz in Ka band at 550 km (3GPP TR 38.821)."""
 _SERVER_S = 25e-6
-"""Time of another request, measured on one computer."""
 _MOST_BYTES = 4 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
-"""Shares of a satellite's memory, of which it leases at most a quarter."""
 
 
 def round_trips_of(
@@ -37,10 +33,8 @@ def round_trips_of(
     round_trip_s: Callable[[SatelliteId], float],
     replicas: int = 1,
 ) -> dict[int, float]:
-    """Return the round trips by number of servers, of full boxes of at most ``most`` servers and of ``most`` itself.
-
-    A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, others must still
-    know that all copies are gone.
+    """Return the round trips by number of servers, of full boxes of at most ``most`` servers and of ``most`` itself. A
+    box must hold all ``replicas`` of a chunk and, if possible, another plane, which knows when all copies are gone.
     """
     planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 
@@ -57,7 +51,7 @@ def round_trips_of(
 
 @dataclass(frozen=True)
 class FanOut:
-    """Choice of the number of servers.
+    """Choice of the number of servers, satellites that share a value's chunks.
 
     ``round_trips_s``: to the farthest satellite of the box, by number of servers. ``chunk_s``: transmission of a chunk.
     ``memory_bytes``: of a satellite; 0: unknown.
@@ -86,6 +80,7 @@ class FanOut:
         )
 
     def _has_room(self, servers: int, value_bytes: int, bytes_by_servers: Mapping[int, float]) -> bool:
+        """Return True if satellites may take such a value: the nearest also hold shares of values on more servers."""
         if value_bytes > servers * _MOST_BYTES:
             return False
         if not self.memory_bytes:

@@ -31,7 +31,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Columns ``-west … width-1-west`` by rows ``-north … height-1-north`` around the centre."""
+    """Rectangle of cells: columns ``-west … width-1-west`` by rows ``-north … height-1-north`` around the centre."""
 
     width: int
     height: int
@@ -64,6 +64,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """Assignment of cells around the centre to servers: server ``s`` is in ``cells[s]``."""
+
     strategy: Strategy
     servers: int
     torus: Torus
@@ -79,7 +81,6 @@ class Layout:
 
 
 def parse_strategy(name: str) -> Strategy:
-    """Return a strategy by name; ``-`` is accepted for ``_``."""
     wanted = name.lower().replace("-", "_")
     for strategy in STRATEGIES:
         if strategy == wanted:
@@ -116,6 +117,7 @@ def layout(
 
 @lru_cache(maxsize=256)
 def _layout(strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> Layout:
+    """Do ``layout``, cached."""
     box = Box.centred(*box_shape(servers, torus))
     match strategy:
         case "rotation" | "baseline":
@@ -144,6 +146,7 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
+    """Return the cells of a box, breadth first from the centre."""
     visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []
     queue: deque[Cell] = deque(visited)
@@ -168,6 +171,7 @@ def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tupl
 
 
 def _cheapest(servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> tuple[Box, tuple[Cell, ...]]:
+    """Return the smallest box with ``servers`` cells within the least worst delay, and these cells."""
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]
     near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]

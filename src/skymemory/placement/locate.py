@@ -1,7 +1,7 @@
 """Current satellite of a server: a closed form of the clock (SkyMemory paper §3.4 to §3.8).
 
 ``Moves`` are the steps of the overhead point since the epoch: a slot move takes the centre one slot west (satellites
-fly east under it), a plane move one plane south. Both may be negative.
+fly east under it), a plane move one plane south.
 
 At a slot move the leaving east column hands its chunks to the entering west column; at a plane move the north row to
 the south. So after r and p moves a server set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north)
@@ -132,7 +132,6 @@ class Placement:
         return self.torus.living(self.torus.wrap(centre.plane + y, centre.slot + x))
 
     def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
-        """Locate every server, in order; cached."""
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
@@ -156,6 +155,7 @@ class Placement:
         return self.layout.server_of.get(self.cell_at(cell, now_moves, set_moves))
 
     def cell_of(self, satellite: SatelliteId, centre: SatelliteId) -> Cell | None:
+        """Return a satellite's cell around ``centre``; None if outside the box."""
         box = self.layout.box
         column = (satellite.slot - centre.slot + box.west) % self.torus.slots_per_plane
         row = (satellite.plane - centre.plane + box.north) % self.torus.planes
@@ -214,6 +214,7 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Cell
 
 
 def server_moves(placement: Placement, set_moves: Moves, from_moves: Moves, to_moves: Moves) -> list[ServerHandover]:
+    """Return the servers whose satellite changes between these moves."""
     before = placement.locate_all(set_moves, from_moves)
     after = placement.locate_all(set_moves, to_moves)
     return [

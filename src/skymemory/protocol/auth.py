@@ -1,9 +1,8 @@
 """Authentication of packets: MACs, and refusal of replays. After a gate, a packet is plain again.
 
-An authenticated packet has flag 0x01 and a key id in its SKY header, and 16 bytes of truncated HMAC-SHA-256 at the end
-of its body. The MAC covers the high half of the sender's time in microseconds (4 bytes, not sent) and the packet up to
-the MAC, with its CRC and the fields that forwarders change as zero; the payload only by CRC-32. If answers are signed,
-the MACs of SET and MIGRATE also cover the payload's hash (``native.twin.nh``).
+An authenticated packet has flag 0x01 and a key id in its SKY header, and a MAC of 16 bytes at the end of its body
+(``native.twin.segments``). Payloads have only a CRC-32, but if answers are signed, the MACs of SET and MIGRATE cover
+them.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ from skymemory.protocol.wire import (
 FLAG_AUTHENTICATED = 0x01
 MAC_BYTES = 16
 FLAGS_OFFSET, TIMESTAMP_OFFSET, KEY_ID_OFFSET = 2, 24, 38
-"""Offsets within the SKY header."""
 MAX_SIGNED_CHUNK_BYTES = MAX_CHUNK_BYTES - MAC_BYTES
-"""Largest chunk with a MAC (65,359 bytes)."""
 CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
 
 _ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
@@ -54,17 +51,16 @@ _CHANGE_CLOCK_S = 0.5
 
 @dataclass(slots=True)
 class Authority:
-    """Keys that may command, in a ring replaceable at any time.
+    """Secret keys of those who may command satellites, replaceable at any time, and which packets get MACs.
 
-    ``signed_answers`` adds MACs to answers to ground hosts except DATA, and payloads to the MACs of SET and MIGRATE;
-    ``every_packet`` adds MACs to all packets.
+    ``signed_answers``: also answers to ground hosts except DATA, and payloads of SET and MIGRATE; ``every_packet``:
+    all.
     """
 
     ring: KeyRing
     every_packet: bool = False
     signed_answers: bool = False
     wall_shift_s: float = 0.0
-    """Lead of the wall clock over the machines' time."""
     signs_by_wall: bool = False
     heard_s: float = -math.inf
     """Time of the last authentic command by the machines' time."""
@@ -74,9 +70,7 @@ class Authority:
     _clock_changed_s: float = -math.inf
 
     def on_refused(self, now_s: float) -> None:
-        """Sign by the other clock, if the wall clock was set. Both are this computer's: a forged refusal gains
-        nothing.
-        """
+        """Sign by the other of this computer's clocks after a refusal, if the wall clock was set."""
         if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._clock_changed_s + _CHANGE_CLOCK_S:
             self._clock_changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
 
@@ -96,7 +90,6 @@ class Authority:
 
     @property
     def proves_answers(self) -> bool:
-        """Return True if ground hosts refuse answers without MACs."""
         return self.every_packet or self.signed_answers
 
     def signing_key_id(self, now_s: float) -> int:
@@ -110,7 +103,7 @@ class Authority:
         return self.signed_answers and to_ground and head[_ANSWER_AT] != Op.DATA
 
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """Return the batch (plain, sealed, a packet per row), with MACs if needed.
+        """Return the batch with MACs, if its packets need them; ``batch`` is complete but unsigned, a packet per row.
 
         Raises:
             ValueTooLarge: a chunk's packet has no room for a MAC.
@@ -146,18 +139,12 @@ def claims_mac(packet: memoryview, sky: int) -> bool:
 # A retransmission is packed again, so it has a new number and passes; the same bytes do not pass twice.
 
 MAX_SKEW_S = 30.0
-"""Limit of a command's difference from the receiver's time."""
 REMEMBERED = 2048
-"""Numbers remembered per sender, in each of two generations; older numbers are refused."""
 MAX_SENDERS = 256
-"""Senders so remembered; of earlier senders, only the newest number."""
 MAX_FORGOTTEN = 4096
-"""Limit of those earlier senders: a common floor would refuse senders with slow clocks."""
 START_GRACE_S = 1.0
-"""Seconds before its start from which commands are accepted: neighbours start with it."""
 _SEQUENCE_BITS = 14
 _PASSED_US = int(2 * MAX_SKEW_S * 1e6)
-"""Distance below an accepted number that any receiver's clock refuses."""
 
 Sender = tuple[int, int, int]
 """Key id, ground host and, if that is 0, a satellite's packed address."""
@@ -169,6 +156,10 @@ def stamp(time_us: int, sequence_count: int) -> int:
 
 
 class _SeenNumbers:
+    """Command numbers accepted from a sender, so that a replay is refused. Numbers up to ``floor`` count as seen; above
+    it, two generations of sets bound the memory.
+    """
+
     __slots__ = ("earlier", "floor", "newest", "recent")
 
     def __init__(self, floor: int) -> None:
@@ -202,7 +193,7 @@ class _SeenNumbers:
 
 
 class ReplayWindow:
-    """Numbers of commands that a receiver has seen, bounded per sender."""
+    """Filter of replayed commands: numbers already seen from each sender, in bounded memory."""
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
@@ -239,9 +230,7 @@ class ReplayWindow:
 Refuse = Callable[[memoryview, LinkEnd, float], None]
 
 REFUSALS_PER_S = 100
-"""Refusals answered per second, and at once after a pause."""
 ALONE_S = 5.0
-"""Seconds without commands by the old time before a wall clock is followed."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
@@ -268,7 +257,9 @@ class SatelliteGate:
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """Return what ``native.serve`` needs to check GETs and SETs and to sign ACKs, until the machine's next call."""
+        """Return keys, times and replay check with which ``native.serve`` admits GETs and SETs and signs ACKs, until
+        the next call.
+        """
         self._guarded_s = now_s
         authority = self._authority
         signer = authority.signing_key_id(now_s) if authority.signed_answers else 0
@@ -279,8 +270,8 @@ class SatelliteGate:
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
     def admit(self, runs: list[Run], source: LinkEnd, now_s: float) -> tuple[list[Run], bool]:
-        """Return the admitted runs, in order, and True if an authentic command for this satellite was among them: that
-        alone proves the link's other end.
+        """Return the admitted runs, and True if an authentic command for this satellite was among them: that alone
+        proves the link's other end.
         """
         admitted: list[Run] = []
         self._has_authentic_command = False
@@ -295,6 +286,9 @@ class SatelliteGate:
         return admitted, self._has_authentic_command
 
     def _admit_run(self, view: memoryview, size: int, source: LinkEnd, now_s: float, admitted: list[Run]) -> None:
+        """Append what passes of a run (packets of ``size`` bytes) to ``admitted``, without MACs if it ends here.
+        Packets in transit from satellites pass unchecked.
+        """
         sky = header_start(view)
         if len(view) < sky + SKY_BYTES:
             admitted.append((view, size))  # malformed: the machine counts it
@@ -336,6 +330,7 @@ class SatelliteGate:
         return bytes(keep)
 
     def _check_commands(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
+        """Return 1 for each authentic, current and new command, otherwise 0; refuse those not authentic."""
         authority, keys = self._authority, self._authority.mac_keys
         by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
         times = by_now
@@ -364,7 +359,9 @@ class SatelliteGate:
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
-        """Return True if only a refused SET's payload may be wrong: a refusal would end an operation to be repeated."""
+        """Return True if a SET may fail its MAC only because its payload was altered. It is not refused: that would end
+        the operation, which is to be repeated.
+        """
         sky = packet[COMMAND_BYTES:]
         if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
             return False
@@ -376,7 +373,7 @@ class SatelliteGate:
         return is_current and _sender(packet)[0] in self._authority.mac_keys
 
     def _count_and_refuse(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
-        """Count packets not admitted; answer a ground host's first sound command."""
+        """Count packets not admitted (``keep`` 0), and refuse a ground host's first intact command among them."""
         packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
         valid = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
@@ -414,17 +411,13 @@ def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryvie
 
 
 def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[bytes, list[memoryview]]:
-    """Return 1 or 0 for each telemetry packet, and the packets that are not authentic.
-
-    There is no replay window: an answer counts once, while its request is open.
-    """
+    """Return 1 or 0 for each telemetry packet, and the packets that are not authentic. Replays are not checked."""
     times = native.check_macs(view, size, TELEMETRY_BYTES, authority.mac_keys, 0, 0)
     wrong = [view[number * size : (number + 1) * size] for number, time in enumerate(times) if time is None]
     return bytes(time is not None for time in times), wrong
 
 
 def plain_run(view: memoryview, size: int, sky: int, keep: bytes) -> list[Run]:
-    """Return the kept packets without MACs."""
     if not any(keep):
         return []
     return [(memoryview(native.strip_macs(view, size, sky, keep)), min(size, len(view)) - MAC_BYTES)]
@@ -438,7 +431,6 @@ def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
 
 
 def answer_number(answer: Buffer) -> int:
-    """Return a number that ascends over a satellite's answers."""
     head = memoryview(answer)
     return stamp(int.from_bytes(head[6:12], "big"), int.from_bytes(head[2:4], "big") & 0x3FFF)
 
@@ -468,6 +460,9 @@ class ClientGate:
         return admitted
 
     def _admit_run(self, view: memoryview, size: int, admitted: list[Run]) -> None:
+        """Append a run's authentic packets, without MACs, to ``admitted``; plain DATA passes unchecked if DATA carries
+        no MACs.
+        """
         if size <= 0 or len(view) <= _STATUS_AT:
             admitted.append((view, size))  # malformed: the machine counts it
         elif self.admits_plain_data and not view[0] & COMMAND_BIT and view[_ANSWER_AT] == Op.DATA:

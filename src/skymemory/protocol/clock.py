@@ -23,32 +23,27 @@ from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 
 STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 3, "cost": 4, "baseline": 5}
-"""Numbers on the wire; frozen."""
+"""Wire numbers; frozen."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 DISPLACEMENTS = (0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18)
-"""Planes by which a box is displaced to the south, around dead satellites; indexed by the upper four bits of its
-strategy on the wire. Frozen.
+"""Planes to the south by which a box is displaced around dead satellites; indexed by its strategy's upper four bits.
+Frozen.
 """
 _DISPLACEMENT_BITS = 4
 PROOF_S = 0.8
 """Seconds within which a loss must be proved: copies outlive their handover by 1 s."""
 HANDED_OVER_S = 0.3
-"""Seconds after a move during which readers look first in the old places, which keep copies for 1 s."""
+"""Seconds after a move during which readers look first in the old places."""
 MOST_PUSHED_AT_ONCE = 10_000
 MOST_PUSHED = 1_000_000
 LISTENERS = 5
-"""Satellites whose majority counts."""
 TOLERATED_STEPS = 1
-"""Tolerated moves from the majority, on each axis."""
 
 _ROUNDING_STEPS = 1 << 12
 _FINEST_AT_S = 1.0
-"""Sky time before which a track's cells get no more exact."""
 _MOST_EARLIER = 256
-"""Moves that ``moves_since`` lists: half a day at ``time_scale`` 1."""
 _FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
 _PUSHES_AT_ONCE = 16
-"""Pushes accepted before a rate of 1 per second: each may cause a handover of all chunks."""
 _REMEMBERED_TAGS = 65_536
 _REMEMBERED_MOVES = 4
 _LEAST_AGREEING = 2
@@ -59,7 +54,7 @@ _REPORT_KEPT_S = 30.0
 class MoveClock:
     """Moves as a function of time. ``time_scale`` 0 stands still, 1 is real time.
 
-    The periods are real times between moves (260 s and 19.7 min on Starlink A); a ``track`` replaces them.
+    The periods are seconds between moves in real time; a ``track`` replaces them.
     """
 
     epoch_s: float = 0.0
@@ -73,6 +68,7 @@ class MoveClock:
         return (now_s - self.epoch_s) * self.time_scale
 
     def moves(self, now_s: float) -> Moves:
+        """Return the moves since the epoch, with those that operators pushed."""
         elapsed_s = (now_s - self.epoch_s) * self.time_scale
         if self.track is not None:
             slot_moves, plane_moves = self.track.moves(elapsed_s)
@@ -128,6 +124,7 @@ class MoveClock:
         return list(dict.fromkeys(known))
 
     def _next_edge_s(self, now_s: float) -> float:
+        """Return when the overhead point next passes to another slot or plane, up to rounding."""
         elapsed_s = self.sky_s(now_s)
         if self.track is not None:
             next_s = self.track.next_crossing_s(elapsed_s)
@@ -214,6 +211,9 @@ class SkyMap:
     def servers_at(
         self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves, replica: int = 0
     ) -> tuple[SatelliteId, ...]:
+        """Return the satellite of each server at ``now_moves``, of a value set at ``set_moves``; ``replica``: number of
+        the copy.
+        """
         key = (strategy, servers, set_moves, now_moves, replica)
         satellites = self._located.get(key)
         if satellites is None:
@@ -263,7 +263,6 @@ class Locator:
         self._clock = clock
         self._homes: dict[bytes, SatelliteId] = {}
         self.settled: set[bytes] = set()
-        """Packed tags of chunks known to belong here."""
         self.moves: Moves = clock.moves(now_s)
         self.before: Moves = self.moves
         self.next_move_s = clock.next_move_s(now_s)
@@ -274,6 +273,7 @@ class Locator:
         return self._clock.pushed
 
     def may_push_to(self, pushed: Moves, now_s: float, most: int = MOST_PUSHED_AT_ONCE) -> bool:
+        """Return True if an operator may set these total pushed moves: not too far at once, nor too often."""
         if pushed == self.pushed:
             return True
         steps = (abs(new - old) for new, old in zip(pushed, self.pushed, strict=True))
@@ -287,6 +287,7 @@ class Locator:
         self._clock = self._clock.push(pushed[0] - self.pushed[0], pushed[1] - self.pushed[1])
 
     def follow(self, now_s: float) -> bool:
+        """Update ``moves`` by the clock. Return True if the box has moved."""
         self.next_move_s = self._clock.next_move_s(now_s)
         moves = self._clock.moves(now_s)
         if moves == self.moves:
@@ -309,7 +310,6 @@ class Locator:
         return self._clock.moves_since(set_moves, placement, now_s)
 
     def is_past(self, moves: Moves) -> bool:
-        """Return True if a sender is behind this satellite."""
         return sum(moves) < sum(self.moves)
 
     def home(self, ref: bytes) -> SatelliteId:
@@ -321,6 +321,7 @@ class Locator:
         return self.home_of_tag(ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES])
 
     def home_of_tag(self, tag: bytes) -> SatelliteId:
+        """Return where chunks with this packed ``PlacementTag`` belong now, cached."""
         satellite = self._homes.get(tag)
         if satellite is None:
             if len(self._homes) > _REMEMBERED_TAGS:
@@ -341,11 +342,8 @@ class Locator:
 
 
 class FollowedClock:
-    """A ground host's count of moves: its own clock, corrected by a majority of the satellites heard last.
-
-    An operator's push makes the own clock wrong. A single satellite may be wrong, too: its report only adds a place to
-    look. A clock off by less than a move is off by a single step, where readers look anyway; further satellites count
-    as ``clocks_beyond_bound``.
+    """A ground host's count of moves: its own clock, corrected by a majority of the satellites heard last, since an
+    operator may push the box. A single satellite's report only adds a place to look.
     """
 
     def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
@@ -360,6 +358,7 @@ class FollowedClock:
         self._reports: dict[SatelliteId, tuple[Moves, float]] = {}
 
     def moves(self, now_s: float) -> Moves:
+        """Return the box's moves by the corrected clock, cached until the next move."""
         if self._latest is not None and self._same_from_s <= now_s < self._same_until_s:
             return self._latest
         moves = self._clock.moves(now_s)
@@ -402,7 +401,9 @@ class FollowedClock:
         return self._clock.sky_s(now_s)
 
     def report(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
-        """Record a count in an answer: right if it was right a round trip ago."""
+        """Record the moves in a satellite's answer, right if they were so a round trip ago. A majority corrects this
+        clock.
+        """
         ours = self.moves(now_s)
         if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
             added = self._adopted_push
@@ -425,6 +426,7 @@ class FollowedClock:
         return now[0] - base[0], now[1] - base[1]
 
     def _adopt_majority(self, now_s: float) -> None:
+        """Correct the clock if most satellites heard recently report the same push."""
         reports = [added for added, reported_s in self._reports.values() if reported_s >= now_s - _REPORT_KEPT_S]
         added, count = Tally(reports).most_common(1)[0]
         if added != self._adopted_push and count >= _LEAST_AGREEING and 2 * count > len(reports):

@@ -7,15 +7,12 @@ from __future__ import annotations
 import math
 
 RTO_FLOOR_S = 0.020
-"""Minimum margin over the round trip: 3 ms mistook scheduling for loss (555 spurious retransmissions of 480
-requests).
-"""
+"""Minimum margin over the round trip: 3 ms mistook scheduling for loss."""
 RTO_CEILING_S = 2.0
 SENDERS_PERIOD_S = 0.5
 SHORT_HOLD_S = 0.02
 LONG_HOLD_S = 1.0
 _AT_ONCE = 64
-"""Runs without a long pause: a dying plane causes forty declarations in two seconds."""
 
 
 class RoundTrip:
@@ -73,6 +70,7 @@ class Window:
         self._bytes_before_halving = 0
 
     def offer(self, limit_bytes: int) -> None:
+        """Adopt a limit that the receiver offers. A window that is not reduced grows with it."""
         if self._most_bytes is not None:
             limit_bytes = min(limit_bytes, self._most_bytes)
         if limit_bytes != self.limit_bytes:
@@ -113,11 +111,9 @@ class Window:
 
 
 QUEUE_S = 0.02
-"""Queueing time at a path's slowest link beyond two round trips."""
 
 
 _LEAST_QUEUE_BYTES = 24 * 1024
-"""Minimum queue on any link, so that it never idles."""
 
 
 def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
@@ -125,7 +121,7 @@ def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int
 
 
 class Credit:
-    """Equal shares of a receive buffer for recent senders."""
+    """Receive window offered to each sender (``each_bytes``): an equal share of the buffer among recent senders."""
 
     def __init__(self, buffer_bytes: int, least_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
@@ -136,6 +132,7 @@ class Credit:
         self.each_bytes = buffer_bytes
 
     def record_sender(self, sender: int, now_s: float) -> None:
+        """Count a sender of this half second, and set the shares."""
         if now_s < self._until_s and sender in self._senders:
             return
         if now_s >= self._until_s:
@@ -150,8 +147,8 @@ class Credit:
 class Throttle:
     """Limit on how often others may trigger an action: prompt while rare, once per second under load.
 
-    Runs are at least ``short_hold_s`` apart, at most ``t / LONG_HOLD_S + at_once`` in any ``t`` seconds (as SPF
-    throttling, RFC 8405).
+    At most ``t / LONG_HOLD_S + at_once`` runs in any ``t`` seconds, ``short_hold_s`` apart (as SPF throttling, RFC
+    8405).
     """
 
     def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:

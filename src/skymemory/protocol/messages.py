@@ -81,7 +81,7 @@ HOUSEKEEPING_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ChunkPresence:
-    """Chunks of a key on a satellite: their number, and the lowest."""
+    """Chunks of a key on a satellite: ``held`` is their number, ``index`` the lowest; the rest describes the value."""
 
     index: int
     chunks: int
@@ -128,7 +128,6 @@ def unpack_keys(body: Buffer) -> list[bytes]:
 
 
 def pack_presences(presences: Iterable[ChunkPresence | None]) -> bytes:
-    """Pack records in the order of the HAS."""
     records = [_ABSENT if presence is None else presence.pack() for presence in presences]
     return _KEYS.pack(len(records), 0) + b"".join(records)
 
@@ -215,7 +214,6 @@ def _unpack_list_count(body: Buffer, width: int) -> int:
 # --- Selection: which chunks of a key; the body of GET, ACK, MISS and BUSY ---
 
 MAX_SELECTION_BITS = 1 << 16
-"""Limit of steps, checked before anything is allocated."""
 
 _SELECTION = struct.Struct(">32sIII")
 _STEPS = struct.Struct(">III")
@@ -283,6 +281,7 @@ class Selection:
 
     @classmethod
     def pack_cover(cls, key: bytes, indices: Sequence[int]) -> list[bytes]:
+        """Pack selections of exactly ``indices``."""
         if indices:
             first, count = indices[0], len(indices)
             step = indices[1] - first if count > 1 else 1
@@ -346,9 +345,7 @@ Dead = tuple[bytes, bytes]
 """Key and setting (value's CRC and moves at the SET) of a dead value."""
 DEAD_BYTES = KEY_BYTES + SETTING_BYTES
 MAX_DEAD_PER_PACKET = 130
-"""Limit that keeps a packet no larger than a chunk's."""
 MOST_SINCE_S = 10.0
-"""Seconds for which a satellite remembers a write."""
 _DEAD_COUNT = struct.Struct(">HH")
 _SETTING = struct.Struct(">Iii")
 
@@ -407,7 +404,7 @@ def split_dead(body: Buffer, count: int) -> list[Dead]:
 # --- RETAIN: pins, leases, expiries ---
 
 WRITING_S = 3.0
-"""Seconds for which a key counts as being written: five half-second RETAINs in a row may be lost."""
+"""Seconds for which a key counts as being written."""
 _LATEST_S = 1e12
 _RETAIN = struct.Struct(">HBBQ")
 
@@ -428,6 +425,8 @@ class Retain(IntEnum):
 
 
 class Kept(IntEnum):
+    """Result of a PIN or EXPIRE of a key."""
+
     ABSENT = 0
     DONE = 1
     REFUSED = 2
@@ -466,16 +465,14 @@ def unpack_retained(body: Buffer) -> list[Kept]:
 # satellite could not do, and never mistakes an unsupported operation for a dead satellite.
 
 ASK_AGAIN_S = 60.0
-"""Seconds for which a client believes that a satellite lacks an operation."""
 CODEC_IDS = (0, 8, 9, 10)
-"""Codecs of this release, for clients; satellites store any bytes."""
 
 _UNSUPPORTED = struct.Struct(">BBBxQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Protocol versions; operations and codecs, as bits by number.
+    """Capabilities of a satellite's release: protocol versions; operations and codecs, as bit masks by number.
 
     If not ``stated``, some operations may be missing.
     """
@@ -506,7 +503,6 @@ class Capabilities:
 
     @classmethod
     def unpack_unsupported(cls, body: Buffer) -> tuple[int, Capabilities]:
-        """Return the operation and the capabilities; later releases may append fields."""
         if len(body) < _UNSUPPORTED.size:
             raise MalformedPacket(f"UNSUPPORTED of {len(body)} bytes: expected {_UNSUPPORTED.size}")
         op, *stated = _UNSUPPORTED.unpack_from(body)

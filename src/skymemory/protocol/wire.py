@@ -39,7 +39,6 @@ SKY_APID = 0x0C0
 SEQUENCE_COUNT_MODULUS = 1 << 14
 UNSEGMENTED = 3
 MAX_PACKET_BYTES = 65_507
-"""Limit of a packet, which is a UDP datagram."""
 
 _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
@@ -50,6 +49,8 @@ _HALF_WRAP_S = float(1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class PacketHeader:
+    """Headers of a Space Packet; ``apid`` is the application's id, the time that of telemetry."""
+
     telemetry: bool
     apid: int
     sequence_count: int
@@ -83,7 +84,6 @@ def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: i
 
 
 def microseconds(time_s: float) -> int:
-    """Round as all implementations round."""
     return round(time_s * 1e6)
 
 
@@ -97,8 +97,7 @@ def parse_header(data: Buffer) -> PacketHeader:
     """Read the headers of a packet.
 
     Raises:
-        MalformedPacket: too short, another version, no secondary header, idle, segmented, or another
-            length than stated.
+        MalformedPacket: idle, or not a single whole packet of version 0 with a secondary header.
     """
     size = len(data)
     if size < COMMAND_BYTES:
@@ -156,16 +155,13 @@ CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
 TAG_OFFSET, TAG_BYTES = 56, 16
 REPLICA_OFFSET = 61
-"""Offset in the chunk reference."""
 
 COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
 TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
 MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
-"""Largest chunk: 65,375 bytes fill a datagram."""
 
 _SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
-"""Limit in either direction: the sum of two counts fits 32 bits."""
 _FIRST_ANSWER = 0x40
 
 
@@ -222,9 +218,7 @@ _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
-"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here, and the header's moves are up to
-date. Otherwise, a chunk may be under way.
-"""
+"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here; the header's moves are current."""
 
 GROUND_SHELL = 0xFF
 """Shell of ground hosts' addresses; plane and slot name the gateway."""
@@ -249,7 +243,9 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """Server of a chunk, and the moves when it was set, which determine its place."""
+    """Server of a chunk, and the box's moves when it was set, which determine its satellite; ``strategy`` is a wire
+    code.
+    """
 
     strategy: int
     servers: int
@@ -261,7 +257,7 @@ class PlacementTag:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """Identity of a chunk; ``value_crc`` separates values of two writers under the same key."""
+    """Identity of a chunk of a value; ``value_crc`` separates values of two writers under the same key."""
 
     key: bytes
     index: int
@@ -307,7 +303,7 @@ class ChunkRef:
 
 
 class SkyHeader(NamedTuple):
-    """Mission header. ``credit`` counts ``CREDIT_UNIT_BYTES``. A tuple takes a third of a dataclass's time."""
+    """Mission header. ``credit`` counts ``CREDIT_UNIT_BYTES``."""
 
     op: Op
     destination: Address
@@ -404,7 +400,6 @@ class SkyHeader(NamedTuple):
 
 
 def since_s(echo_us: int, now_s: float) -> float | None:
-    """Return the time since the echoed timestamp, if plausible."""
     elapsed_us = (microseconds(now_s) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
 
@@ -451,7 +446,6 @@ def parse_packet(data: Buffer) -> Packet:
 
 
 def bulk_prefix(header: SkyHeader, now_s: float) -> bytes:
-    """Return headers for ``native.bulk_headers`` to complete and seal."""
     return _prefix(header, 1, 0, now_s)
 
 
@@ -479,6 +473,8 @@ def destination_of(packet: Buffer) -> Address:
 
 
 class Slices(Sequence[memoryview]):
+    """Chunks ``indices`` of a value, as views without a copy."""
+
     __slots__ = ("chunk_bytes", "indices", "value")
 
     def __init__(self, value: memoryview, chunk_bytes: int, indices: range) -> None:
@@ -502,7 +498,7 @@ class Slices(Sequence[memoryview]):
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Batch of packets ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
+    """Batch of packets to a single destination: ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
 
     With ``payloads`` None, ``headers`` is a run of whole packets.
     """
@@ -544,6 +540,5 @@ def bulk_batch(
 
 
 def prefixed_batch(prefix: bytes, refs: Buffer, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
-    """Build ``bulk_batch`` from packed headers."""
     headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

@@ -1,8 +1,7 @@
 """Admission control: the rule of the settings, and the 429 response.
 
-A rule judges the estimated time to first token; the time between tokens is only measured. With separate decode servers
-and a cost model, their current and forecast batches count, too. All is decided before the prefill, so that no refusal
-wastes it.
+A rule judges the estimated time to first token; the time between tokens is only measured. All is decided before the
+prefill, so that no refusal wastes it.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ PROBE_S = 10.0
 
 
 class Overloaded(ApiError):
+    """Response 429 to a refused request."""
+
     def __init__(self, refusal: Refusal) -> None:
         retry_after_s = max(1, math.ceil(min(refusal.retry_after_s, 3600.0)))
         message = f"overloaded: {refusal.reason}; try again later"
@@ -44,7 +45,7 @@ class Overloaded(ApiError):
 
 
 def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
-    """Return "kept", "late" (first token) or "slow" (other tokens)."""
+    """Return "kept", "late" (first token) or "slow" (other tokens), by the promised times."""
     if ttft_s > slo.ttft_s:
         return "late"
     if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:

@@ -15,6 +15,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ApiError(SkyMemoryError):
+    """Error that the client gets as an HTTP response in OpenAI's format."""
+
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
@@ -29,10 +31,10 @@ class ApiError(SkyMemoryError):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
-        self.code = code
-        self.kind = kind
-        self.retry_after_s = retry_after_s
+        self.param = param  # field of the request that is at fault
+        self.code = code  # word for programs, such as "overloaded"; None: by the status
+        self.kind = kind  # `type` of OpenAI's errors; None: by the status
+        self.retry_after_s = retry_after_s  # header Retry-After
 
     def body(self) -> bytes:
         return error_body(self.status, self.message, self.param, self.code, self.kind)
@@ -41,10 +43,7 @@ class ApiError(SkyMemoryError):
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None
 ) -> bytes:
-    """Return ``{"error": {"message", "type", "param", "code"}}`` as JSON; ``kind`` is its ``type``.
-
-    ``code`` is a word or null: clients compare it with words.
-    """
+    """Return ``{"error": {"message", "type", "param", "code"}}`` as JSON; ``kind`` is its ``type``."""
     error = {"message": message, "type": kind or kind_of(status), "param": param, "code": code or _CODES.get(status)}
     return _encode({"error": error})
 

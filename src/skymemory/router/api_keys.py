@@ -14,10 +14,10 @@ The file::
     sha256 = "…"                   # of the key; the key itself is stored nowhere
     note = "laptop of the evaluation team"
 
-Keys are 32 random bytes, so a plain hash protects them, and lookup timing reveals nothing.
+Keys are 32 random bytes, so a plain hash protects them.
 
 Quotas are token buckets of one minute's worth, refilled continuously. A request takes its estimated tokens; its end
-corrects them, even below zero. Refusals take nothing, and follow OpenAI's text and headers.
+corrects them, even below zero.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
 MOST_PRIORITY = 10
 MINUTE_S = 60.0
-_ROUNDING = 1e-6
-"""Tolerance for retries exactly at ``Retry-After``."""
+_ROUNDING = 1e-6  # tolerance for retries exactly at `Retry-After`
 _TABLES = ("tenants", "keys")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -78,6 +77,8 @@ def _digest(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
+    """Table ``[[keys]]`` of the file."""
+
     tenant: str = setting("tenant", text, "", "owner of the key")
     digest: bytes = setting("sha256", _digest, b"", "of the key")
     note: str = setting("note", text, "", "for readers of the file")
@@ -90,9 +91,10 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
-    """Tenants by the SHA-256 of their keys."""
+    """Contents of a file of API keys."""
+
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)  # by name
+    keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)  # tenants by the SHA-256 of their keys
 
     @property
     def weights(self) -> dict[str, float]:
@@ -177,9 +179,10 @@ class _TenantAccount:
 
 @dataclass(slots=True, eq=False)
 class QuotaLease:
+    """Charge of a request in flight to its tenant's quota. ``tokens``: the estimate."""
+
     tenant: Tenant
-    headers: Mapping[str, str]
-    """``x-ratelimit-…`` headers, if there is a quota."""
+    headers: Mapping[str, str]  # `x-ratelimit-…` headers, if there is a quota
     _account: _TenantAccount = field(repr=False)
     tokens: float = field(repr=False)
     _held: bool = field(default=True, repr=False)
@@ -236,7 +239,7 @@ class ApiKeys:
         return tenant
 
     def acquire(self, tenant: Tenant, tokens: float, now_s: float) -> QuotaLease:
-        """Charge a request. ``tokens`` is the estimate.
+        """Charge a request to its tenant. ``tokens`` is the estimate.
 
         Raises:
             QuotaExceeded: nothing was charged.
@@ -259,7 +262,7 @@ class ApiKeys:
         return QuotaLease(tenant, _quota_headers(account, now_s), account, tokens)
 
     def release(self, lease: QuotaLease, tokens: float | None, now_s: float) -> None:
-        """End a request of ``tokens`` (None: the estimate). Idempotent."""
+        """End a request; charge ``tokens`` (None: the estimate). Idempotent."""
         if not lease._held:
             return
         lease._held = False
@@ -282,6 +285,7 @@ class ApiKeys:
     def _too_much(
         self, account: _TenantAccount, kind: str, bucket: TokenBucket, wanted: float, now_s: float
     ) -> QuotaExceeded:
+        """Return the refusal: ``bucket`` lacks ``wanted`` requests or tokens (``kind``)."""
         limit, name = bucket.most, account.tenant.name
         short = {"requests": "RPM", "tokens": "TPM"}[kind]
         if wanted > limit:
@@ -339,6 +343,7 @@ def _table(value: object, where: str = "tenants") -> Mapping[str, Any]:
 
 
 def _line(source: str, heading: str, at: int = 0) -> str:
+    """Return ``line N: `` for the ``at``-th table of a heading, for errors."""
     for number, line in enumerate(source.splitlines(), 1):
         match = _HEADING.match(line)
         name = "" if match is None else match[1].replace('"', "")

@@ -24,22 +24,18 @@ log = logging.getLogger("skymemory.router")
 
 @dataclass(slots=True, eq=False)
 class KnownServer:
+    """Server with its settings (``backend``), load (``server``) and state."""
+
     backend: Backend
     server: Server
-    why: str = ""
-    """Reason of its ejection, or empty."""
-    leaving: bool = False
-    """True while it drains to be removed or to change its role."""
-    models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Entries of its /v1/models, by id."""
+    why: str = ""  # reason of its ejection, or empty
+    leaving: bool = False  # it drains to be removed or to change its role
+    models: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # entries of its /v1/models, by id
 
-    answers: bool = True
-    """False if it only prefills."""
-    next_backend: Backend | None = None
-    """Settings with the new role, during a change."""
+    answers: bool = True  # False if it only prefills
+    next_backend: Backend | None = None  # settings with the new role, during a change
     configured_role: str = BOTH
-    work: tuple[float, ...] | None = None
-    """Tokens, running requests and cache usage of its last report."""
+    work: tuple[float, ...] | None = None  # tokens, running requests and cache usage of its last report
 
     @property
     def state(self) -> State:
@@ -72,16 +68,17 @@ class Backends:
         self.known: dict[str, KnownServer] = {}
         self.policy = FailurePolicy(are_checked=are_checked)
         self.health = health or Health()
+        # LoRA adapters and their base models (empty: unknown), shared with the prompt reader.
         self.adapters: dict[str, str] = {}
-        """LoRA adapters and their base models (empty: unknown), shared with the prompt reader."""
         self._picker = picker
         self._decode = decode
         self._is_applying = False
+        # Callbacks; `on_moved`: after a change of role.
         self.on_check_wanted: Callable[[str], None] = lambda name: None
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
         self.on_moved: Callable[[], None] = lambda: None
-        self._serving: dict[str, frozenset[str]] = {}
+        self._serving: dict[str, frozenset[str]] = {}  # servers by model or adapter
 
     @property
     def health(self) -> Health:
@@ -181,6 +178,7 @@ class Backends:
         return backend
 
     def _enter_role(self, known: KnownServer, backend: Backend) -> None:
+        """Move a drained server to its new role's fleet."""
         if backend.url != known.backend.url:  # a different server with the same name
             del self.known[backend.name]
             self.policy.remove(backend.name)
@@ -286,9 +284,8 @@ class Backends:
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
     def serving(self, request: Request) -> frozenset[str] | None:
-        """Return the servers for the request; None: any, as its model is unknown.
-
-        These list its adapter if any is up, else its model (they may still load the adapter), or have unknown models.
+        """Return the servers for the request: those that list its adapter if any is up, else its model; None: any, as
+        the model is unknown.
         """
         if request.adapter:
             listing = self._serving.get(request.adapter)
@@ -349,6 +346,7 @@ class Backends:
         return avoided
 
     def _apply_decisions(self) -> None:
+        """Carry out the policy's decisions, including those that they cause."""
         if self._is_applying:
             return  # called by a request that moves on: the outer loop applies its decisions
         self._is_applying = True
@@ -370,7 +368,7 @@ class Backends:
                 self.on_ejected(name)
                 log.warning("server %s is ejected: %s", name, decision.why)
             case "return":
-                if decision.why:
+                if decision.why:  # its process was restarted, so that its cache is gone
                     self._picker_of(known).scorer.forget(known.server)
                 known.why = ""
                 log.warning("server %s is back", name)
@@ -389,6 +387,7 @@ class Backends:
             self._index_names()
 
     def reported(self, name: str) -> None:
+        """Read new metrics: changed figures show that the server works."""
         known = self.known.get(name)
         if known is None or (report := known.server.reported) is None:
             return

@@ -21,7 +21,7 @@ from skymemory.router.settings import Settings, read_cost
 
 
 class DecodeServers(Indexed):
-    """Ranking of decode servers, with an index of what each holds of a prompt.
+    """Scorer of decode servers, with a prefix index of their caches to find those that need no prefill server.
 
     A server that answered a prompt holds its values, as far as its memory does. Usage of answers given alone corrects
     the index.
@@ -69,8 +69,6 @@ class DecodeServers(Indexed):
 def decode_picker(settings: Settings) -> Picker:
     """Return the picker of the decode servers: by the time between tokens with a cost model, else by requests.
 
-    Its seed differs from the prefill picker's, so that ties break independently.
-
     Raises:
         InvalidInput: the cost model cannot be read.
     """
@@ -88,7 +86,7 @@ def forecast_of(decode: Picker | None) -> DecodeForecast | None:
 def lacking_few(
     scheduler: Scheduler, request: Request, among: Collection[str] | None, split_from: int
 ) -> Collection[str]:
-    """Return decode servers that lack fewer than ``split_from`` tokens."""
+    """Return decode servers that lack fewer than ``split_from`` tokens: they need no prefill server."""
     scorer = None if scheduler.decode is None else scheduler.decode.scorer
     return scorer.lacking_few(request, among, split_from) if isinstance(scorer, DecodeServers) else ()
 

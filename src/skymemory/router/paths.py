@@ -26,6 +26,7 @@ FORWARDED = frozenset(
 )
 """Paths forwarded to the server with the least load: they have no prefix to cache."""
 _STORED = "the router stores no responses: each request carries its whole conversation"
+# Paths whose state belongs to a single server.
 _REFUSED = {
     "/v1/responses": f"{_STORED}; POST it to /v1/responses",
     "/v1/conversations": f"{_STORED}; POST it to /v1/responses or /v1/chat/completions",
@@ -38,7 +39,6 @@ _REFUSED = {
     "/v1/load_lora_adapter": "adapters are loaded at each server, not through the router",
     "/v1/unload_lora_adapter": "adapters are unloaded at each server, not through the router",
 }
-"""Paths whose state belongs to a single server."""
 _HINTS = {
     "/v1/images": "the router passes on no images to be made",
     "/generate": "the router serves OpenAI's and Anthropic's APIs only; use /v1/completions",
@@ -55,7 +55,7 @@ def is_own(path: str) -> bool:
 
 
 def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> ApiError | None:
-    """Return the error of a path that is not served. ``by_load``: unknown paths go to some server."""
+    """Return the error of a request that is not served, or None. ``by_load``: unknown paths are forwarded."""
     if method == "POST" and path in PROMPT_PATHS:
         return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):

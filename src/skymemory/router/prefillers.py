@@ -40,6 +40,7 @@ class Prefillers:
                 self._names.add((host.lower(), port))
 
     def allow(self, host: str, port: int) -> bool:
+        """Return True if an entry allows the server."""
         try:
             address = ip_address(host)
         except ValueError:
@@ -50,6 +51,7 @@ class Prefillers:
 
 
 def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
+    """Split ``host``, ``host:port`` or ``[ipv6]:port``; the port may be None."""
     if entry.startswith("["):
         host, _, after_bracket = entry[1:].partition("]")
         port = after_bracket.removeprefix(":")

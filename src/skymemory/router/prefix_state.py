@@ -62,8 +62,7 @@ class PrefixState:
         if isinstance(self._index, SharedPrefixIndex):
             self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
-        self._may_save = settings.state is not None
-        """False if the file is not written, such as a later release's."""
+        self._may_save = settings.state is not None  # False if the file is not written, such as a later release's
         self.unsaved = ""
 
     async def start(self) -> None:
@@ -126,6 +125,7 @@ class PrefixState:
         return {server.name: server.slot for server in self._fleet}
 
     def _create_scorer(self, settings: Settings) -> Scorer:
+        """Create the strategy with its index: shared, learnt from requests, or of KV events."""
         name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), bool(settings.replicas.redis)
         if settings.cost is not None and name != DEFAULT and not settings.splits:
             raise InvalidInput(f"cost: strategy {name!r} does not estimate seconds; {DEFAULT!r} does")
@@ -165,7 +165,7 @@ class PrefixState:
 
 
 def kind_of_blocks(settings: Settings) -> str:
-    """Identify how prompts are cut: only hashes of equal kinds compare.
+    """Name how prompts are cut into blocks: only hashes of equal kinds compare.
 
     Raises:
         InvalidInput: the tokenizer's file cannot be read.

@@ -15,8 +15,7 @@ Above the limit, the least urgent request is evicted, possibly the new request: 
 the largest part of the queue per weight, then the latest deadline (if that came first, a tenant could evict others by
 promising itself less time).
 
-``fits`` is asked once per ``group``; a group that does not fit does not block others. Operations cost amortised O(log
-n), ``next`` as much again per skipped tenant.
+``fits`` is asked once per ``group``; a group that does not fit does not block others.
 """
 
 from __future__ import annotations
@@ -38,12 +37,13 @@ USUAL_OUTPUT_TOKENS = 256
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 _RATE_HALF_S = 10.0
 _MAX_IDLE = 4096
-_SLACK = 64
-"""Stale items allowed in a heap in addition to as many as live items."""
+_SLACK = 64  # stale items allowed in a heap in addition to as many as live items
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
+    """Limits of the request queue."""
+
     most_requests: int = setting(
         "max_requests", whole_number, 0, "requests that may wait; 0: none, they are refused at once"
     )
@@ -62,17 +62,16 @@ class QueueEntry:
     """A waiting request. The queue sets the private fields."""
 
     request: Request
-    work: float
-    size_bytes: int
+    work: float  # tokens to compute and generate
+    size_bytes: int  # its body
     arrived_s: float
-    slo: Slo | None = None
-    group: Hashable = None
-    """Equal for requests that can go to the same servers."""
-    item: Any = None
+    slo: Slo | None = None  # promised times, which may set an earlier deadline
+    group: Hashable = None  # equal for requests that can go to the same servers
+    item: Any = None  # the owner's handler of the request
 
-    _number: int = field(default=0, init=False)
-    _leave_s: float = field(default=math.inf, init=False)
-    _level: _Level | None = field(default=None, init=False, repr=False)
+    _number: int = field(default=0, init=False)  # in order of arrival
+    _leave_s: float = field(default=math.inf, init=False)  # deadline: then it is refused
+    _level: _Level | None = field(default=None, init=False, repr=False)  # its priority's tenants
 
     @property
     def leave_s(self) -> float:
@@ -87,12 +86,14 @@ def work_of(request: Request) -> float:
 
 @dataclass(slots=True)
 class Figures:
+    """Metrics of a priority and tenant: what waits now, and totals."""
+
     requests: int = 0
     size_bytes: int = 0
     served: int = 0
-    waited_s: float = 0.0
-    refused: dict[str, int] = field(default_factory=dict)
-    cancelled: int = 0
+    waited_s: float = 0.0  # sum of served requests
+    refused: dict[str, int] = field(default_factory=dict)  # by kind
+    cancelled: int = 0  # their clients disconnected
 
 
 class RequestQueue:
@@ -102,14 +103,13 @@ class RequestQueue:
         """Create a queue. ``weights`` are 1 by default; only their tenants are named in ``figures``."""
         self.settings = settings
         self.size_bytes = 0
-        self.work = 0.0
+        self.work = 0.0  # tokens of the waiting entries
         self._weights = weights
-        self._waiting: dict[int, QueueEntry] = {}
-        self._levels: dict[int, _Level] = {}
-        self._order: list[int] = []
-        """Negated priorities in use, ascending."""
-        self._deadlines: list[tuple[float, int]] = []
-        self._overdue_entries: list[tuple[QueueEntry, Refusal]] = []
+        self._waiting: dict[int, QueueEntry] = {}  # by number
+        self._levels: dict[int, _Level] = {}  # by negated priority
+        self._order: list[int] = []  # negated priorities in use, ascending
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number)
+        self._overdue_entries: list[tuple[QueueEntry, Refusal]] = []  # removed, for `expire`
         self._last_number = 0
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
@@ -197,7 +197,7 @@ class RequestQueue:
         return True
 
     def corrected(self, entry: QueueEntry, work: float) -> None:
-        """Correct the tenant's tag by the actual work of a served entry."""
+        """Charge a served entry's actual work to its tenant instead of the estimate."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
             return  # the level was empty in the meantime, and its tags have restarted
@@ -241,6 +241,7 @@ class RequestQueue:
     def _find_first_of_flow(
         self, flow: _Flow, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
     ) -> QueueEntry | None:
+        """Return the tenant's earliest deadline that fits. ``able`` caches ``fits`` by group."""
         best: tuple[float, int] | None = None
         for group, lane in flow.lanes.items():
             self._drop_stale(lane)
@@ -347,6 +348,7 @@ class RequestQueue:
         figures.size_bytes += entry.size_bytes
 
     def _remove_entry(self, entry: QueueEntry) -> None:
+        """Remove an entry from the sums; heaps drop it later."""
         del self._waiting[entry._number]
         negated = -entry.request.priority
         level, flow = self._levels[negated], self._get_flow(entry)
@@ -400,6 +402,7 @@ class RequestQueue:
 
     def _figures_of(self, entry: QueueEntry) -> Figures:
         tenant = entry.request.tenant
+        # Only configured tenants become labels of metrics, not names from requests.
         label = tenant if tenant in self._weights else "other" if tenant else "unknown"
         key = (entry.request.priority, label)
         figures = self._figures.get(key)
@@ -419,44 +422,36 @@ class _Flow:
 
     tenant: str
     weight: float
-    number: int
-    """Number of its first entry; breaks ties."""
-    start: float
-    """Tag: virtual time at which its next request starts."""
-    lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
-    """Heap of (deadline, number) by group."""
-    counts: dict[Hashable, int] = field(default_factory=dict)
-    latest: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (-deadline, -number)."""
+    number: int  # number of its first entry; breaks ties
+    start: float  # tag: virtual time at which its next request starts
+    lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)  # heap of (deadline, number) by group
+    counts: dict[Hashable, int] = field(default_factory=dict)  # waiting entries by group
+    latest: list[tuple[float, int]] = field(default_factory=list)  # heap of (-deadline, -number)
     requests: int = 0
     size_bytes: int = 0
-    part: float = 0.0
-    """Fraction of the queue's limit, in requests or bytes (the larger), per weight."""
-    listed: float = -1.0
-    """``part`` in the level's heap; never less than ``part``."""
+    part: float = 0.0  # fraction of the queue's limit, in requests or bytes (the larger), per weight
+    listed: float = -1.0  # `part` in the level's heap; never less than `part`
     at: int = 0
-    listed_at: int = 0
-    """Serial numbers of its valid heap items; 0: none."""
+    listed_at: int = 0  # serial numbers of its valid heap items; 0: none
 
 
 class _Level:
     """Tenants of one priority. ``virtual``: its virtual time."""
 
     def __init__(self) -> None:
-        self.virtual = 0.0
-        self.weight = 0.0
-        self.work = 0.0
-        self.flows: dict[str, _Flow] = {}
-        self.groups: dict[Hashable, int] = {}
-        self.idle: dict[str, float] = {}
-        """Tags of idle tenants that may soon return."""
+        self.virtual = 0.0  # virtual time of fair queueing
+        self.weight = 0.0  # sum of the waiting tenants
+        self.work = 0.0  # tokens, sum of the waiting entries
+        self.flows: dict[str, _Flow] = {}  # waiting tenants
+        self.groups: dict[Hashable, int] = {}  # waiting entries by group
+        self.idle: dict[str, float] = {}  # tags of idle tenants that may soon return
         self._serial = 0
+        # Heap by tag. Items are valid if their serial number is the flow's `at`.
         self._order: list[tuple[float, int, int, _Flow]] = []
-        """Heap by tag. Items are valid if their serial number is the flow's ``at``."""
-        self._parts: list[tuple[float, int, int, _Flow]] = []
-        """Heap by negated part, valid by ``listed_at``."""
+        self._parts: list[tuple[float, int, int, _Flow]] = []  # heap by negated part, valid by `listed_at`
 
     def join(self, tenant: str, weight: float, number: int, former: _Flow | None) -> _Flow:
+        """Add a tenant that begins to wait. ``former``: its evicted state."""
         start = max(self.virtual, self.idle.get(tenant, self.virtual))
         if former is not None:
             start, number = former.start, former.number
@@ -467,11 +462,13 @@ class _Level:
         return flow
 
     def leave(self, flow: _Flow) -> None:
+        """Remove a tenant that waits no more; remember its tag."""
         del self.flows[flow.tenant]
         self.weight -= flow.weight
         flow.at = flow.listed_at = 0
         self.idle[flow.tenant] = flow.start
         if len(self.idle) > _MAX_IDLE:
+            # Other tags have no effect: `join` starts at the virtual time or later.
             ahead = [(tenant, start) for tenant, start in self.idle.items() if start > self.virtual]
             self.idle = dict(ahead[-_MAX_IDLE // 2 :])
         if len(self._order) > 2 * len(self.flows) + _SLACK:
@@ -501,6 +498,7 @@ class _Level:
                 heapify(self._parts)
 
     def largest(self) -> _Flow:
+        """Return the tenant with the largest part of the queue."""
         while True:
             _, _, serial, flow = self._parts[0]
             if flow.listed_at == serial and flow.part == flow.listed:
@@ -516,6 +514,8 @@ class _Level:
 
 
 class _Rate:
+    """Recent work served per second while requests wait."""
+
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._since_s = 0.0

@@ -26,8 +26,7 @@ from skymemory.pacing import Backoff
 MAX_PAUSE_S = 5.0
 _ENTRY_BYTES = 64 << 10
 _READ_ENTRIES = 64
-_BATCH = 16
-"""Deltas per turn of the event loop: about a millisecond."""
+_BATCH = 16  # deltas per turn of the event loop: about a millisecond
 _PURPOSE = b"skymemory router replicas, Redis"
 _MAC_BYTES = 16
 _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
@@ -45,15 +44,14 @@ class StreamSettings:
 
 @dataclass(slots=True)
 class ReplicaStatus:
+    """State of the exchange with other replicas."""
+
     kind: str = "redis"
-    degraded: str = "not connected yet"
-    """Reason why nothing is exchanged, or empty."""
-    sent: int = 0
+    degraded: str = "not connected yet"  # reason why nothing is exchanged, or empty
+    sent: int = 0  # updates, in total
     received: int = 0
-    lost: int = 0
-    """Own deltas dropped because too many were unsent."""
-    refused: int = 0
-    """Damaged or unauthenticated entries."""
+    lost: int = 0  # own deltas dropped because too many were unsent
+    refused: int = 0  # damaged or unauthenticated entries
 
 
 class RedisReplicas:
@@ -99,11 +97,11 @@ class RedisReplicas:
         )
         self._index, self._keys = index, keys
         self._stream = f"skymemory:replicas:{kind}".encode()
-        self._life_key = self._stream + b":life"
+        self._life_key = self._stream + b":life"  # key of a random value, which is lost with the data
         self._server_life: bytes | None = None
-        self._own_id = os.urandom(16)
+        self._own_id = os.urandom(16)  # marks own entries
         self._settings = settings
-        self._next_to_send = 0
+        self._next_to_send = 0  # index in the log of deltas
         self._last_entry_id = b"0-0"
         self.status = ReplicaStatus()
         self._task: asyncio.Task[None] | None = None
@@ -142,7 +140,7 @@ class RedisReplicas:
             await asyncio.sleep(pause_s)
 
     async def _check_stream(self) -> None:
-        """Detect that the server lost its data: read and send all again. Entry ids would not show it."""
+        """Detect that the server lost its data: read and send all again."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._life_key, os.urandom(16), nx=True)
             pipe.get(self._life_key)

@@ -1,7 +1,4 @@
-"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens of its response.
-
-It never delays the response: entries can be deferred, and tokens are read from forwarded bytes.
-"""
+"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens of its response."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ Work = Callable[[], object]
 
 
 class DeferredWork:
-    """Executor of work in order: at once, or when the event loop is idle."""
+    """Executor of accounting in order: at once or, so that no response waits, when the event loop is idle."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
         """Create it. ``on_fault`` is called for each exception."""
@@ -56,6 +53,8 @@ class DeferredWork:
 
 
 class Usage(NamedTuple):
+    """Token counts that an engine reports; None: not reported."""
+
     prompt_tokens: int
     cached_tokens: int | None
     output_tokens: int | None = None
@@ -90,7 +89,7 @@ class RequestAccount:
         self._placement = placement
         self._deferred = deferred
         self._is_open = True
-        self._has_first_byte = False
+        self._has_first_byte = False  # the prefill has ended
         self._run_or_defer(scheduler.begin, placement, now_s)
 
     @property
@@ -276,8 +275,7 @@ class ObservedPair(PairAccount):
 _OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))
 
 
-_Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""Token count in the range that floats add exactly."""
+_Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]  # token count in the range that floats add exactly
 
 
 class _Details(msgspec.Struct):
@@ -285,6 +283,8 @@ class _Details(msgspec.Struct):
 
 
 class _ReportedUsage(msgspec.Struct):
+    """``usage`` as all APIs name its fields."""
+
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
@@ -319,17 +319,15 @@ class _Inner(msgspec.Struct):
 
 class _Response(msgspec.Struct):
     usage: _ReportedUsage | None = None
-    response: _Inner | None = None
-    """Field of events of Responses."""
-    message: _Inner | None = None
-    """Field of the first event of Messages."""
+    response: _Inner | None = None  # field of events of Responses
+    message: _Inner | None = None  # field of the first event of Messages
 
 
 _decode = msgspec.json.Decoder(_Response).decode
 _decode_usage = msgspec.json.Decoder(_ReportedUsage).decode
 _FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
+# Usage in an event longer than the kept tail: the last event of Responses contains the whole answer.
 _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
-"""Usage in an event longer than the kept tail: the last event of Responses contains the whole answer."""
 
 
 class UsageReader:
@@ -340,8 +338,7 @@ class UsageReader:
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._json_pieces: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
-        self.events = 0
-        """Events of a stream: engines send at least one per token."""
+        self.events = 0  # events of a stream: engines send at least one per token
 
     @property
     def between_events(self) -> bool:
@@ -349,6 +346,7 @@ class UsageReader:
         return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     def add(self, piece: bytes) -> None:
+        """Keep what ``usage`` needs of a piece of the response."""
         if self.streams:
             self.events += piece.count(b"data:")
             if len(self._head) < HEAD_BYTES:
@@ -360,6 +358,7 @@ class UsageReader:
                 self._json_pieces = None
 
     def usage(self) -> Usage | None:
+        """Return the engine's counts, of a stream the last."""
         if self._json_pieces is None:
             return None
         if not self.streams:
@@ -409,6 +408,7 @@ def _last_usage(line: bytes) -> _ReportedUsage | None:
 
 
 def _get_valid_usage(usage: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
+    """Return plausible counts. ``first``: usage of the stream's first event."""
     prompt, of_prompt, output = usage.prompt, usage, usage.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

@@ -51,6 +51,7 @@ ALONE = (
     "prefill-failed",  # every prefill server that was tried failed
     "params-refused",  # the decode server refused kv_transfer_params: it has no connector, or another one
     "no-header",  # the sidecar's request names no prefill server
+    "stream-continued",  # it continues a stream that another server broke off
 )
 """Reasons why a single server served a prompt although prefill and decode are separate."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -89,16 +90,16 @@ class _Histogram:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Plain numbers, converted on a scrape."""
+    """Counts of a server, converted on a scrape."""
 
-    outcomes: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)  # its requests
     prompt_tokens: int = 0
-    matched_tokens: int = 0
-    reported_tokens: int = 0
-    cached_tokens: int = 0
-    retries: int = 0
+    matched_tokens: int = 0  # part of `prompt_tokens`: cached by the prefix index
+    reported_tokens: int = 0  # prompts whose answers report cached tokens
+    cached_tokens: int = 0  # part of `reported_tokens`
+    retries: int = 0  # failed attempts that were retried elsewhere
     ejections: int = 0
-    prefills: dict[str, int] = field(default_factory=dict)
+    prefills: dict[str, int] = field(default_factory=dict)  # outcomes of prefills for other servers
     ttft: _Histogram = field(default_factory=lambda: _Histogram(_SECONDS))
 
 
@@ -241,6 +242,8 @@ _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens"
 
 
 class _FleetGauges:
+    """Gauges of all servers, labelled by role if decode servers are separate."""
+
     def __init__(
         self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str], is_ejected: Callable[[str], bool]
     ) -> None:

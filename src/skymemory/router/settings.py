@@ -144,6 +144,8 @@ class PickerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
+    """Model server."""
+
     url: str = setting("url", address, "", "its address, such as http://host:port")
     name: str = setting("name", text, "", "in metrics and decisions; default: host:port")
     models: tuple[str, ...] = setting("models", texts, (), "models it serves; default: its /v1/models")
@@ -186,6 +188,8 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
+    """Rules for cutting prompts into blocks, to match them with caches."""
+
     tokenizer: Path | None = setting(
         "tokenizer", path, None, "a tokenizer.json, or a folder with one: blocks are then counted in tokens, not bytes"
     )
@@ -232,6 +236,8 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Door:
+    """Access to the router."""
+
     tls_cert: Path | None = setting("tls_cert", path, None, "certificate chain (PEM): HTTPS")
     tls_key: Path | None = setting("tls_key", path, None, "its key (PEM)")
     api_keys: Path | None = setting(
@@ -255,6 +261,8 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class CorsSettings:
+    """Web pages that may use the router (CORS)."""
+
     origins: tuple[str, ...] = setting(
         "origins", texts, (), 'their origins, such as https://app.example; "*": any; empty: none'
     )
@@ -337,6 +345,8 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
+    """Prefill and decode at separate servers."""
+
     handover: str = setting(
         "handover",
         one_of(*HANDOVERS),

@@ -21,7 +21,7 @@ async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
 
 
 async def follow(files: Callable[[], Iterable[Path]], changed: Callable[[], None]) -> None:
-    """Call ``changed`` after a change. ``files`` is called each time; new files are not reported."""
+    """Poll files, and call ``changed`` after a change. ``files`` is called each time; new files are not reported."""
     known = {file: _stamp_or_none(file) for file in files()}
     while True:
         await asyncio.sleep(LOOK_S)

@@ -58,8 +58,10 @@ def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
 
 
 class Access(NamedTuple):
-    tls: ssl.SSLContext | None = None
-    key: str = ""
+    """TLS context and API key for a server."""
+
+    tls: ssl.SSLContext | None = None  # None: plain HTTP
+    key: str = ""  # empty: none
 
     @property
     def headers(self) -> dict[str, str]:
@@ -67,7 +69,7 @@ class Access(NamedTuple):
 
 
 class Authorities:
-    """TLS contexts by file of certificates, and the system's."""
+    """Cache of TLS contexts for servers, by file of trusted certificates (None: the system's)."""
 
     def __init__(self) -> None:
         self._known: dict[Path | None, tuple[Stamp | None, ssl.SSLContext]] = {}
@@ -114,7 +116,7 @@ def _key_in(file: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PemCertificate:
-    """PEM data. With ``clients_ca``, clients need its certificate."""
+    """Certificate of the picker (PEM). With ``clients_ca``, clients need a certificate by it."""
 
     chain: bytes
     key: bytes

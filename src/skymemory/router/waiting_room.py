@@ -52,7 +52,10 @@ class WaitingRoom:
     def wait(
         self, waiter: Waiter, request: Request, size_bytes: int, among: frozenset[str] | None = None
     ) -> QueueEntry | Refusal:
-        """Queue a request, which may be called before this returns. ``among``: servers it may go to; None: all."""
+        """Queue a request; return its entry or refusal. It may be called before this returns.
+
+        ``among``: servers it may go to; None: all.
+        """
         now_s = self._clock()
         entry = QueueEntry(
             request,
@@ -75,6 +78,7 @@ class WaitingRoom:
         self.queue.cancel(entry)
 
     def poll(self) -> None:
+        """Refuse overdue requests, and call those for which a server has room."""
         queue = self.queue
         if self._looking or (not len(queue) and self._timer is None):
             return

@@ -37,12 +37,12 @@ from skymemory.units import format_size
 
 
 class Deadlines:
-    """Expiry times of keys; the last set counts."""
+    """Expiry times of keys, a single time each, and the expired keys in order."""
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
+        # Heap of times and keys; entries are stale if the key has another time now.
         self._heap: list[tuple[float, bytes]] = []
-        """Heap, with stale entries."""
         self.next_s = math.inf
         """Lower bound of all expiry times."""
 
@@ -66,6 +66,7 @@ class Deadlines:
         return self._until_s.get(key, math.inf)
 
     def pop_expired(self, now_s: float) -> list[bytes]:
+        """Remove and return the expired keys."""
         expired = []
         while self._heap and self._heap[0][0] <= now_s:
             end_s, key = heapq.heappop(self._heap)
@@ -81,7 +82,9 @@ REMEMBERED = 16_384
 
 
 class _Node:
-    """Key that is present, or precedes a present or held key."""
+    """Key in a chain that is present (``here``), or precedes a present or held key. ``depth``: number of keys before
+    it.
+    """
 
     __slots__ = ("before", "depth", "here", "holds")
 
@@ -89,28 +92,27 @@ class _Node:
         self.before = before
         self.depth = depth
         self.holds = 0
-        """Hold count: ``hold`` calls plus one per child."""
+        """Protections from eviction: ``hold`` calls plus one per child."""
         self.here = False
 
 
 class PrefixOrder:
-    """Order of keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present key.
-
-    O(1) per key, but a late predecessor costs, once, a step for each key before it.
+    """Order of keys in their chains: eviction takes a chain's last keys first. ``set_evictable(key, evictable)`` is
+    called when that changes for a present key.
     """
 
     def __init__(self, set_evictable: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
         self._set_evictable = set_evictable
         self._nodes: dict[bytes, _Node] = {}
+        # Predecessors of keys without a node, least recently named first.
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessors of keys without a node, least recently named first."""
         self._remembered = remembered
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def learn(self, keys: Sequence[bytes]) -> None:
-        """Learn that ``keys`` follow one another; known predecessors stay."""
+        """Learn that ``keys`` follow one another."""
         for before, key in pairwise(keys):
             node = self._nodes.get(key)
             if node is None:
@@ -119,6 +121,7 @@ class PrefixOrder:
                 self._adopt(key, node, before)
 
     def _adopt(self, key: bytes, node: _Node, before: bytes) -> None:
+        """Set the unknown predecessor of ``key``, and protect that from eviction."""
         if before not in self._nodes or before == key:
             return
         if node.holds:  # calls that are not chains might form a cycle of keys, which could never be evicted
@@ -145,6 +148,7 @@ class PrefixOrder:
         return 0 if node is None else node.depth
 
     def added(self, key: bytes) -> None:
+        """Record that ``key`` is stored: its predecessors are protected from eviction."""
         node = self._nodes.get(key)
         if node is None:
             node = self._new(key, ())
@@ -164,11 +168,13 @@ class PrefixOrder:
             self._forget(key, node)
 
     def hold(self, key: bytes) -> None:
-        """Protect ``key``, present or not, and the keys before it, until as many ``free`` calls."""
+        """Protect ``key``, present or not, and its predecessors, until ``free``."""
         self._hold_chain(key, set())
 
     def _hold_chain(self, key: bytes, made: set[bytes]) -> None:
-        """Hold ``key`` and its predecessors; nodes in ``made`` must not precede each other."""
+        """Protect ``key`` and its predecessors, up to the first known node, from eviction. ``made``: keys with new
+        nodes; none may precede another, as a cycle could never be evicted.
+        """
         current: bytes | None = key
         while current is not None:
             node = self._nodes.get(current)
@@ -184,6 +190,7 @@ class PrefixOrder:
             current = node.before
 
     def free(self, key: bytes) -> None:
+        """Undo a ``hold``: the last makes a present key evictable, and drops an absent key."""
         current: bytes | None = key
         while current is not None:
             node = self._nodes[current]
@@ -215,13 +222,15 @@ class PrefixOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredEntry:
-    """Entry of one value, equal only to itself."""
+    """Entry of a value, equal only to itself."""
 
     size_bytes: int
 
 
 class Inventory:
-    """Entries of a store, without I/O and clock; InvalidInput for an unknown policy. The caller holds a lock."""
+    """Accounts of a store: sizes, leases, pins, reservations and order of eviction, without I/O and clock. The caller
+    holds a lock. InvalidInput for an unknown policy.
+    """
 
     def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:
         self.budget_bytes = budget_bytes
@@ -229,20 +238,20 @@ class Inventory:
         self.entries: dict[bytes, StoredEntry] = {}
         self.order = PrefixOrder(self._set_evictable)
         self.kept: set[bytes] = set()
-        """Keys of a later release's values: neither read nor replaced, but counted."""
+        """Keys of a later release's values: never read or replaced, but counted."""
         self._places: dict[bytes, Place] = {}
         self._policy = policy_named(policy, self._depth)
-        self._loads: OpenTickets[LoadTicket] = OpenTickets()
+        self._loads: OpenTickets[LoadTicket] = OpenTickets()  # not completed
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
-        self._leases: dict[LoadTicket, list[bytes]] = {}
-        self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
+        self._leases: dict[LoadTicket, list[bytes]] = {}  # keys that each load protects from eviction
+        self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}  # key and bytes per item of each store
         self._reserved_bytes = 0
+        # Heap of expiry times; weak references keep no ended tickets' values in memory.
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
-        """Heap; weak references keep no ended tickets' values in memory."""
         self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
-        self._pins: dict[bytes, float] = {}
-        self._pin_ends: list[tuple[float, bytes]] = []
+        self._pins: dict[bytes, float] = {}  # end of each pin
+        self._pin_ends: list[tuple[float, bytes]] = []  # heap, with stale entries
         self._pinned_bytes = 0
         self.lifetimes = Deadlines()
 
@@ -259,7 +268,7 @@ class Inventory:
     # --- entries ---
 
     def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
-        """Enter a value; ends the pin and lifetime of the value it replaces."""
+        """Record that a value is stored; ends pin and lifetime of the value it replaces."""
         self._unpin(key)
         self.lifetimes.forget(key)
         if place is not None:
@@ -276,6 +285,7 @@ class Inventory:
         self.used_bytes += size_bytes
 
     def remove(self, key: bytes) -> bool:
+        """Remove a deleted or expired value."""
         entry = self.entries.get(key)
         if entry is None:
             return False
@@ -298,14 +308,14 @@ class Inventory:
         return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count a use. Return the present keys, the first of ``keys`` last."""
+        """Count a use. Return the present keys, reversed."""
         used = [key for key in reversed(keys) if key in self.entries]
         for key in used:
             self._policy.on_use(key)
         return used
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Mark as recent without counting a use. Return as ``use``."""
+        """Mark as recent, without a use. Return as ``use``."""
         touched = [key for key in reversed(keys) if key in self.entries]
         for key in touched:
             self._policy.on_store_or_touch(key)
@@ -329,7 +339,7 @@ class Inventory:
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool]]:
-        """Reserve room; True per item if granted. Raises ValueTooLarge for a value beyond the budget."""
+        """Reserve room for ``lease_s``; True per item if granted. ValueTooLarge for a value beyond the budget."""
         items = check_items(items)
         for _, value in items:
             if (size_bytes := size_of(value)) > self.budget_bytes:
@@ -343,7 +353,7 @@ class Inventory:
         return ticket, granted
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Take the store for completion; True per item if its room is still reserved."""
+        """Take the store for completion; True per item with room reserved."""
         self._stores.take(ticket)
         if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
             return list(ticket.state)
@@ -375,7 +385,7 @@ class Inventory:
             self.order.free(key)
 
     def pin(self, key: bytes, until_s: float, now_s: float) -> bool:
-        """Pin a key; ``until_s`` not after ``now_s`` unpins. False: absent, or over the pin budget."""
+        """Pin a key; a past ``until_s`` unpins. False: absent, or over the pin budget."""
         self._expire(now_s)
         entry = self.entries.get(key)
         if entry is None:
@@ -439,7 +449,7 @@ class Inventory:
             above = key
 
     def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
-        """Return how many of the first items fit, and the victims to ``evict`` first."""
+        """Return how many of the first items fit, and the victims to ``evict``."""
         # A chain's first blocks are worth most, so the last items are left out first.
         for count in range(len(items), 0, -1):
             sizes = dict(items[:count])
@@ -456,11 +466,12 @@ class Inventory:
         return self.used_bytes + self._reserved_bytes - self.budget_bytes
 
     def victims_for(self, size_bytes: int) -> list[bytes] | None:
-        """Return victims to ``evict`` that free ``size_bytes``; None if too few exist."""
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Return victims to ``evict`` for the next put, its key held until ``order.free``. None: it needs a ticket."""
+        """Return the victims to ``evict`` for a put without ticket; its key is held until ``order.free``. None,
+        changing nothing: a ticket is needed.
+        """
         if self._reservations or key in self.kept:
             return None
         if self.used_bytes + size_bytes <= self.budget_bytes:
@@ -490,6 +501,7 @@ class Inventory:
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
+        """Choose victims that free ``excess_bytes``, evicting none. None if too few; with ``partly``, those."""
         victims: list[bytes] = []
         while excess_bytes > 0:
             victim = self._policy.victim()
@@ -516,6 +528,7 @@ class Inventory:
         return {key for ticket, items in self._reservations.items() if ticket.expires_s > now_s for key, _ in items}
 
     def _expire(self, now_s: float) -> None:
+        """End expired leases, reservations and pins."""
         while self._ticket_ends and self._ticket_ends[0][0] <= now_s:
             ticket = heapq.heappop(self._ticket_ends)[2]()
             if isinstance(ticket, LoadTicket):
@@ -545,7 +558,7 @@ class BudgetedStore(TwoPhase):
         self._counters = counters
         self._lock = OwnLock(f"the {name} store")
         self._closed = False
-        self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
+        self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None  # gets key, value and place
 
     @property
     def name(self) -> str:
@@ -597,7 +610,6 @@ class BudgetedStore(TwoPhase):
             return [self._inventory.pin(key, now_s + ttl_s, now_s) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values, despite leases and pins."""
         keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
         with self._open():
             return [self._promise(key, ttl_s) for key in keys]
@@ -641,7 +653,7 @@ class BudgetedStore(TwoPhase):
             }
 
     def _open(self) -> OwnLock:
-        """Remove expired values and return the lock."""
+        """Return the lock, after removing expired values; InvalidInput if closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         lifetimes = self._inventory.lifetimes

@@ -1,18 +1,15 @@
-"""Contract of every tier: batches of 32-byte keys and byte values; loads and stores in two phases.
-
-``tests/contract/store_contract.py`` checks every implementation.
+"""Contract of every tier, checked by ``tests/contract/store_contract.py``: loads and stores in two phases.
 
 - **Keys** are 32 ``bytes`` (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** Keys form a chain: eviction takes its last blocks first, so that presence stays prefix-closed.
-- **Places** (a block's depth and predecessor; None if unknown) only speed up an index: results never depend on them.
-- **A miss is a value.** Absent, evicted, corrupt and unreachable all return None; ``complete_load`` raises for none of
-  them. The ticket's report has the reason, ``stats()`` a counter.
+- **Places** (a block's depth and predecessor) only speed up an index: results never depend on them.
+- **A miss is None.** ``complete_load`` never raises for it; the ticket's report has the reason, ``stats()`` a counter.
 - **Views are snapshots.** Until ``release(ticket)`` a view never changes, even if its key is put, deleted or evicted.
 - **Values are copied.** After ``complete_store`` the caller may change what it passed in.
 - **No needless eviction.** If eviction cannot make room for a value, nothing is evicted.
 - **A lease protects** the keys present at ``prepare_load`` from eviction until ``complete_load``, ``release`` or its
-  end; keys being stored are protected between the phases. Exceptions, which cost a miss: Redis leases nothing;
-  satellites lease at most a quarter of their memory, by one unacknowledged packet.
+  end; keys being stored are protected between the phases. But Redis leases nothing, and satellites lease at most a
+  quarter of their memory, by an unacknowledged packet.
 """
 
 from __future__ import annotations
@@ -63,7 +60,9 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """Source of one key's value. On a miss, ``tier`` is empty and ``size_bytes`` 0."""
+    """Report on the load of a key: tier that supplied it, bytes, seconds, chunks requested again; on a miss, the
+    reason.
+    """
 
     tier: str = ""
     size_bytes: int = 0
@@ -74,6 +73,8 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
+    """Reports on a load's keys, in the ticket's order, and the seconds of all together."""
+
     keys: tuple[KeyReport, ...]
     seconds: float
 
@@ -88,23 +89,27 @@ class LoadReport:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadTicket:
-    """Lease on ``keys``. ``complete_load`` sets ``report``."""
+    """Load begun: until ``expires_s`` (the store's clock) its keys are protected from eviction. ``complete_load`` sets
+    ``report``; ``state`` is private to the store.
+    """
 
     keys: tuple[bytes, ...]
     expires_s: float
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
     rows: Sequence[Rows | None] = field(default=(), repr=False)
-    """Destination of each value; a tier may receive the value there."""
+    """Destination of each value (None: a new buffer), if the tier supports it."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """CRC-32, by position, of values received undamaged in their rows: only the heads are returned. Other rows may be
-    overwritten too.
+    """CRC-32 of each value written into its rows, by position in ``keys``; only its header is returned. Rows of other
+    values may be overwritten.
     """
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class StoreTicket:
-    """Reservation of room for ``items``."""
+    """Store begun: room for ``items`` is reserved until ``expires_s``. ``seconds``: time that it took; ``state`` is
+    private to the store.
+    """
 
     items: tuple[tuple[bytes, Buffer], ...]
     expires_s: float
@@ -114,7 +119,7 @@ class StoreTicket:
     unanswered: frozenset[bytes] = frozenset()
     """Keys that failed without an answer."""
     reason: str = ""
-    """Reason in words for users if some items are not stored; empty if unknown."""
+    """Reason in words if some items are not stored; empty if unknown."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -126,13 +131,13 @@ class Store(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the tier's name in reports and metrics: "memory", "constellation" …"""
+        """Return the tier's name in reports and metrics."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Return the presence of each key, without refreshing or protecting it."""
+        """Return the presence of each key, refreshing none."""
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the bytes of each value, without loading it; None if absent or unknown."""
+        """Return the bytes of each value; None if absent or unknown."""
 
     @property
     def leases(self) -> bool:
@@ -145,17 +150,15 @@ class Store(Protocol):
         """Lease ``keys``, which may repeat."""
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Return read-only views in the order of ``ticket.keys``, None for a miss; set ``ticket.report``.
-
-        Raises:
-            InvalidInput: the ticket was completed before, or belongs to another store.
+        """Return read-only views in the order of ``ticket.keys``, None for a miss; set ``ticket.report``. Raises
+        InvalidInput for a ticket completed before, or of another store.
         """
 
     def release(self, ticket: LoadTicket) -> None:
         """End a lease, or the use of a load's views. May be called again."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        """Reserve room. Raises ValueTooLarge, with the limit, for a value that can never fit."""
+        """Reserve room. Raises ValueTooLarge for a value that can never fit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         """Return True per item if acknowledged. False: no room, or no answer (``ticket.unanswered``). Raises as
@@ -169,24 +172,24 @@ class Store(Protocol):
         """Run both phases of a store."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark ``keys`` as just used, the first as the most recent. Absent keys are ignored."""
+        """Mark ``keys`` as just used, the first as the most recent."""
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Remove values despite leases and pins. True: was present, can no longer be read; False: absent; None: a
-        holder did not answer.
+        """Remove values despite leases and pins. True: no longer readable; False: absent; None: a holder did not
+        answer.
         """
 
     def stats(self) -> dict[str, int | float]:
         """Return counters and gauges; names contain units."""
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate the seconds for loading ``keys``; infinite if a key is known to be absent."""
+        """Estimate the seconds to load ``keys``; infinite if a key is absent."""
 
     def close(self) -> None:
-        """Free all resources. May be called again; other calls then raise InvalidInput."""
+        """Free all resources; later calls raise InvalidInput, except ``close``."""
 
     def __enter__(self) -> Self: ...
 
@@ -198,11 +201,11 @@ class Prefetching(Protocol):
     """Optional interface: move values in advance to their readers."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """Move values near before ``at`` (Unix seconds). False: absent, or not moved."""
+        """Move values near before ``at`` (Unix seconds); False if not moved."""
 
 
 def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
-    """Prefetch in any tier; without distances, every present value is near."""
+    """Prefetch; in a tier without distances, present values are near."""
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
@@ -213,8 +216,8 @@ class Evicting(Protocol):
     """Optional interface: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Callback with key, value and place, under the tier's lock: it must be quick and not call the tier. Not for values
-    deleted, replaced or lost by closing.
+    """Callback with key, value and place, under the tier's lock: it must not call the tier. Not for values deleted,
+    replaced or lost by closing.
     """
 
 
@@ -231,26 +234,26 @@ class Lasting(Expiring, Protocol):
     """Optional interface: report lifetimes. A new value under the same key has none."""
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Return the seconds until each value expires; infinite if never, or absent."""
+        """Return the seconds until each value expires; infinite if never or absent."""
 
 
 @runtime_checkable
 class Keeping(Protocol):
-    """Optional interface: know a later release's values, which are neither read nor overwritten."""
+    """Optional interface: know values of a later release, which are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True per key if such a value was seen. Asks no server."""
+        """Return True per key if such a value was seen before."""
 
 
 @runtime_checkable
 class AtOnce(Protocol):
-    """Optional interface: answer without blocking."""
+    """Optional interface: answer without blocking, so that the caller needs no thread."""
 
     def at_once(self) -> AbstractContextManager[bool]:
         """Hold the store. If this yields True, lookups, leases, estimates and ``release`` do not block."""
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
-        """Run ``complete_load`` if all values are in memory; else return None and leave the ticket unchanged."""
+        """Run ``complete_load`` if all values are in memory; else return None, changing nothing."""
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
@@ -259,6 +262,8 @@ def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
 
 
 class TwoPhase:
+    """Base of stores: runs both phases for ``get_many`` and ``put_many``."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -297,12 +302,13 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """Return a tuple; InvalidInput for a bad item. Empty views become ``b""``: zeros in a shape cannot be cast."""
+    """Return a tuple; InvalidInput for a bad item."""
     check_keys([key for key, _ in items])
     return tuple([(key, _check_value(value)) for key, value in items])
 
 
 def _check_value(value: Buffer) -> Buffer:
+    """Return a value to store; InvalidInput unless bytes-like and contiguous."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise InvalidInput(f"a stored value must be bytes-like, got {type(value).__name__}")
     if not isinstance(value, memoryview):
@@ -313,7 +319,7 @@ def _check_value(value: Buffer) -> Buffer:
         raise InvalidInput("a stored value must be bytes, got a memoryview that was released") from error
     if not contiguous:
         raise InvalidInput("a stored value must be contiguous: copy the memoryview with bytes() first")
-    return value if size_bytes else b""
+    return value if size_bytes else b""  # an empty view with zeros in its shape cannot be cast
 
 
 def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[Place | None, ...]:
@@ -340,20 +346,21 @@ class OpenTickets(Generic[_Ticket]):
     def __init__(self) -> None:
         self._open: OrderedDict[_Ticket, None] = OrderedDict()
         self._ending: set[_Ticket] = set()
+        # Dropped tickets, which may still be completed: a clock may have been set.
         self._late: WeakSet[_Ticket] = WeakSet()
-        """Dropped tickets, which may still be completed: a clock may have been set."""
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """Add a ticket; drop abandoned tickets, which keep values in memory."""
+        """Add a ticket; abandoned tickets, which keep values in memory, are dropped."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._open[ticket] = None
 
     def _drop_abandoned(self, now_s: float) -> None:
+        """Drop abandoned tickets, up to the first that is not, which moves to the end: later calls check the others."""
         while self._open:
             ticket = next(iter(self._open))
             if ticket.expires_s + ABANDONED_S >= now_s:
@@ -373,7 +380,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def ending(self, ticket: _Ticket) -> Iterator[None]:
-        """Take the ticket, but count it as open inside ``with``."""
+        """Take the ticket for completion, but count it as open inside ``with``."""
         with self._lock:
             self._ending.add(ticket)  # add before taking, so that the ticket is always in one of the sets
         try:
@@ -385,7 +392,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
-        """Count a ticket that exists only inside ``with``."""
+        """Count the ticket of a store in a single call inside ``with``."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._ending.add(ticket)
@@ -411,11 +418,12 @@ class OpenTickets(Generic[_Ticket]):
             self._late.clear()
 
 
-_LEARN_FROM_BYTES = 1 << 20
-"""Least load to learn from: a smaller load measures a round trip, not the medium."""
+_LEARN_FROM_BYTES = 1 << 20  # least load to learn from: a smaller load measures a round trip, not the medium
 
 
 class ReadRate:
+    """Moving average of a store's read rate."""
+
     def __init__(self, bytes_per_s: float = 1e9) -> None:
         self.bytes_per_s = bytes_per_s
 
@@ -469,7 +477,7 @@ class RemoteStore(TwoPhase):
         return {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return the keys. Raises InvalidInput for a bad key or a closed store, WrongProcess in a forked child."""
+        """Return the keys; InvalidInput for a bad key or a closed store, WrongProcess in a forked child."""
         if self._closed or self._owner.elsewhere:
             self._owner.check()
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
@@ -482,14 +490,14 @@ ALIGNED = 64
 
 
 class BufferPool:
-    """Pool of receive buffers: touching fresh memory costs more than filling. Thread-safe."""
+    """Pool of reusable receive buffers: page faults of fresh memory cost more than filling it. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lock = Lock()
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """Return an aligned buffer of at least this size, contents undefined."""
+        """Return an aligned buffer of at least this size, undefined."""
         with self._lock:
             for at, buffer in enumerate(self._free):
                 if len(buffer) >= size_bytes:
@@ -497,7 +505,7 @@ class BufferPool:
         return aligned_buffer(size_bytes)
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Take a buffer back; no view of it may be in use."""
+        """Take a buffer back; no view may be in use."""
         with self._lock:
             self._free.append(buffer)
             if len(self._free) > _KEPT_BUFFERS:
@@ -505,12 +513,11 @@ class BufferPool:
                 del self._free[0]
 
 
-_ALIGNED_FROM_BYTES = 128 << 10
-"""Least size worth aligning."""
+_ALIGNED_FROM_BYTES = 128 << 10  # least size worth aligning
 
 
+# Least size of a buffer with pages touched in advance: page faults while receiving lose packets.
 _TOUCHED_FROM_BYTES = 4 << 20
-"""Least size of a buffer with pages touched in advance: page faults while receiving lose packets."""
 
 
 def value_buffer(size_bytes: int) -> memoryview:
@@ -531,15 +538,12 @@ def aligned_bytes(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNED) * ALIGNED
 
 
-_STRIPES = 4096
-"""Number of version counters, shared by keys: a collision only costs a promotion."""
+_STRIPES = 4096  # number of version counters, shared by keys: a collision only costs a promotion
 
 
 class KeyLocks:
-    """Locks on keys: writers take turns, and a move between tiers cannot undo a put or delete. Thread-safe, not
-    reentrant.
-
-    Puts and deletes wait (``exclusive``); moves take only free keys (``try_lock``) with unchanged versions.
+    """Locks on keys, not reentrant: puts and deletes wait (``exclusive``); moves between tiers take only free keys
+    (``try_lock``) with unchanged versions, and so cannot undo them. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -563,6 +567,7 @@ class KeyLocks:
             self.give_back(keys)
 
     def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
+        """Lock ``keys`` for a put or delete, until ``give_back``; False on timeout."""
         with self._freed:
             if not self._busy.isdisjoint(keys):
                 timeout_s = patience_s if patience_s < math.inf else None
@@ -580,6 +585,7 @@ class KeyLocks:
 
     @contextmanager
     def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
+        """Lock, without waiting, the ``keys`` that are free and unchanged since ``versions``; yield them."""
         with self._freed:
             mine = {
                 key

@@ -1,9 +1,6 @@
 """Disk tier: values as files within a byte budget, found again by the next process.
 
-An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A damaged file fails its
-checksum: a counted miss.
-
-A store writes parts (``PartialFiles``), evicts, and renames the parts. A load reads without the lock.
+An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A damaged file is a miss.
 """
 
 from __future__ import annotations
@@ -51,22 +48,18 @@ from skymemory.store.disk_files import (
 
 Sync = Literal["never", "each"]
 """Flushing: by the kernel, or before a store is acknowledged."""
-_STAMPS_S = 1.0
-"""Interval of writing use times; a kill loses the order since then."""
+_STAMPS_S = 1.0  # interval of writing use times; a kill loses the order since then
 
 
 _ROOM_S = 60.0
-_ROOM_TRIES = 3
-"""Limit of evictions for one value: freed space may be available late."""
+_ROOM_TRIES = 3  # limit of evictions for one value: freed space may be available late
 
 
 class DiskStore(BudgetedStore):
     """Store of values in files under ``path``: at most ``budget_bytes``, plus 64 bytes and a name each.
 
-    One process at a time; any number of threads. Pins end with the process. ``clock``: seconds with any origin.
-
-    Raises:
-        InvalidInput: no budget, an unknown ``sync``, or an unusable directory (``StoreDirectory``).
+    One process at a time; any number of threads. Pins end with the process. InvalidInput: no budget, an unknown
+    ``sync``, or an unusable directory.
     """
 
     def __init__(
@@ -90,11 +83,11 @@ class DiskStore(BudgetedStore):
         self._synced = sync == "each"
         self._buffers = BufferPool()
         self._rate = ReadRate()
-        self._used_ns = 0
-        self._unstamped: dict[bytes, None] = {}
+        self._used_ns = 0  # latest use time given to a file: each gets a later time
+        self._unstamped: dict[bytes, None] = {}  # keys used since use times were written, in order
         self._stamp_again_s = -math.inf
+        # Bytes that the full disk proved to hold, and the time until which this limit applies.
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
-        """Room of the full disk, and the time until which it counts."""
         self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
@@ -103,6 +96,7 @@ class DiskStore(BudgetedStore):
             raise
 
     def _scan(self) -> None:
+        """Enter earlier processes' values, least recently used first; evict what exceeds the budget."""
         values = sorted(self._directory.scan(), key=lambda value: value.used_ns)
         now_s = self._clock()
         for value in values:
@@ -119,7 +113,7 @@ class DiskStore(BudgetedStore):
     # --- loading ---
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Load. A single key needs no lease: evicted meanwhile, it is read to its end or is a miss."""
+        """Load. A single key needs no lease: evicted meanwhile, it is read or is a miss."""
         if len(keys) != 1:
             return super().get_many(keys)
         (key,) = check_keys(keys)
@@ -146,6 +140,7 @@ class DiskStore(BudgetedStore):
             return self._loaded(ticket, reads, started_s)
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
+        """Complete the load if all values are in the page cache and the lock is free; else None, changing nothing."""
         with self.at_once() as free:
             started_s = self._clock()
             if not free or started_s >= self._stamp_again_s:  # the next load writes stamps
@@ -174,6 +169,7 @@ class DiskStore(BudgetedStore):
         return not self._closed and (next_s == math.inf or next_s > self._clock())
 
     def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, StoredEntry, memoryview]], np.ndarray]:
+        """Return key, entry and destination of present values, and the pooled buffer."""
         entries = self._inventory.entries
         present = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
         buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in present))
@@ -186,6 +182,7 @@ class DiskStore(BudgetedStore):
     def _loaded(
         self, ticket: LoadTicket, reads: dict[bytes, Reading], started_s: float, *, stamps_wait: bool = False
     ) -> list[memoryview | None]:
+        """End the lease, count uses, hits and misses, and return the views. ``stamps_wait``: write no use times."""
         seconds = self._clock() - started_s
         self._inventory.end_lease(ticket)
         self._stamp(self._inventory.use(list(dict.fromkeys(ticket.keys))), wait=stamps_wait)
@@ -199,7 +196,7 @@ class DiskStore(BudgetedStore):
         return views
 
     def _read(self, key: bytes, entry: StoredEntry, out: memoryview) -> Reading:
-        """Read without the lock. A file replaced meanwhile is read again; a removed file is absent, not damaged."""
+        """Read without the lock: a file replaced meanwhile is read again."""
         reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
         if reading.reason is None:
             return reading
@@ -229,6 +226,7 @@ class DiskStore(BudgetedStore):
     # --- storing ---
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        """Write partial files, evict, then rename the files into place."""
         with self._open():
             started_s = self._clock()
             granted = self._inventory.take_store(ticket, started_s)
@@ -279,7 +277,7 @@ class DiskStore(BudgetedStore):
             self._evict(self._inventory.victims_for(excess_bytes) or [])
 
     def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
-        """Evict for a value on a full disk, all or nothing, after ``tries`` evictions; True if it may fit."""
+        """Evict for a value on a full disk, all or nothing; True if it may fit. ``tries``: earlier evictions for it."""
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False
@@ -310,7 +308,7 @@ class DiskStore(BudgetedStore):
         return outcomes
 
     def _drop(self, key: bytes) -> bool | None:
-        """Return False if it was absent, None if its file cannot be removed."""
+        """Delete a value; False if absent, None if its file cannot be removed."""
         if key not in self._inventory.entries:
             return False
         if not self._directory.remove(self._directory.path_of(key)):
@@ -319,7 +317,6 @@ class DiskStore(BudgetedStore):
         return self._inventory.remove(key)
 
     def _promise(self, key: bytes, ttl_s: float) -> bool:
-        """Store the lifetime with the file; False if the file system has no attributes."""
         until_s = time.time() + ttl_s
         recorded = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
         return recorded and super()._promise(key, ttl_s)
@@ -375,7 +372,7 @@ class DiskStore(BudgetedStore):
             return sum(entries[key].size_bytes if key in entries else math.inf for key in keys) / self._rate.bytes_per_s
 
     def close(self) -> None:
-        if self._lock.owner.elsewhere:
+        if self._lock.owner.elsewhere:  # in a forked child
             return
         with self._lock:
             if not self._closed:
@@ -385,7 +382,9 @@ class DiskStore(BudgetedStore):
 
 
 class HeldNow:
-    """Non-blocking lock; yields True if held and ``may_hold`` agrees. A generator takes three times as long."""
+    """Context manager that takes ``lock`` if it is free; yields True if calls will not block. (A generator takes three
+    times as long.)
+    """
 
     __slots__ = ("_held", "_lock", "_may_hold")
 
@@ -405,7 +404,7 @@ class HeldNow:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Outcome of reading a file. ``lost``: a retry will not help."""
+    """Outcome of reading a file: a view, or the reason for a miss. ``lost``: a retry will not help."""
 
     view: memoryview | None
     seconds: float = 0.0
@@ -418,6 +417,7 @@ LATER = Reading(None, reason=Miss.LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
+    """Read a value's file into ``out``."""
     started_s = clock()
     try:
         is_whole = read_value(path, key, out)
@@ -430,6 +430,7 @@ def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]
 
 
 def whole_value(path: str, key: bytes) -> bytes | None:
+    """Return the value of a file to be evicted; None if unreadable."""
     try:
         size_bytes = stored_bytes(Path(path), key)
         if size_bytes is None:
@@ -446,7 +447,7 @@ MakeRoom = Callable[[int, OSError, int], bool]
 
 
 class PartialFiles:
-    """Values of one store call, written beside their final files, then renamed. ``failed`` gets each error."""
+    """Values of a store call, written beside their final files, then renamed. ``failed`` gets each error."""
 
     def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[OSError], None]) -> None:
         self._directory = directory
@@ -471,6 +472,7 @@ class PartialFiles:
         return [(key, size_bytes) for key, (_, size_bytes) in self._parts.items()]
 
     def _write(self, key: bytes, data: memoryview, make_room: MakeRoom) -> Path:
+        """Write a value's partial file; try again after evicting from a full disk, or restoring a removed folder."""
         part = self._directory.part_of(key, next(_NUMBERS))
         evictions = restored = 0
         while True:
@@ -487,7 +489,7 @@ class PartialFiles:
                     raise
 
     def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Rename parts into place up to the first failure; return keys and sizes."""
+        """Rename into place up to the first failure; return keys and sizes."""
         settled: list[tuple[bytes, int]] = []
         for key in keys:
             part, size_bytes = self._parts[key]

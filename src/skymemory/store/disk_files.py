@@ -1,13 +1,13 @@
 """Directory of a disk store, and the format of its files.
 
-``format`` names the layout; the process that has the store open locks ``lock``; ``values/`` has one file per value, its
-modification time the last use. Only regular files are opened: others may have placed links or pipes.
+``format`` names the layout; the process that has the store open locks ``lock``; ``values/`` has a file per value, its
+modification time the last use. Links and pipes, which others may have placed, are not opened.
 
 A value's file is written as a ``.part``, renamed, never changed. A power cut may tear it, which its checksum shows; a
-``synced`` store flushes bytes and directory entries before relying on them.
+``synced`` store flushes bytes and directory entries first.
 
-Another process may take over a directory whose ``lock`` was removed. So the store removes, renames or marks nothing
-unless it still holds ``lock`` (``is_ours``).
+Another process may take over a directory whose ``lock`` was removed. So nothing is removed, renamed or marked unless we
+hold ``lock`` (``is_ours``).
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = "skymemory disk store 1\n"
 _OURS = {"format", "lock", "values"}
+# Bytes of ``format`` that may differ if the values prove the store ours: more is another program's file.
 _MOST_FLIPPED = 4
-"""Bytes of ``format`` that may differ if the values prove the store ours: more is another program's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundValue:
+    """Value found at the start: last use (Unix ns) and end of the lifetime (Unix s)."""
+
     key: bytes
     size_bytes: int
     used_ns: int
     until_s: float = math.inf
     later: bool = False
-    """True for a later release's value; ``size_bytes`` is then its file's."""
+    """True for a later release's value; ``size_bytes`` is its file's."""
 
 
 class StoreDirectory:
-    """Directory at ``path``, created if needed, locked until ``close``; InvalidInput if unwritable, open elsewhere, or
-    with other files.
-    """
+    """Directory at ``path``, locked until ``close``; InvalidInput if unwritable, open elsewhere, or not ours."""
 
     def __init__(self, path: Path, *, synced: bool = False) -> None:
         self._synced = synced
         self.path = path.absolute()
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
-        self.torn = 0
+        self.torn = 0  # incomplete files found
         self.has_unsynced_removals = False
         self._lock_fd = -1
-        self._relocking = threading.Lock()
+        self._relocking = threading.Lock()  # held while a removed lock file is restored
         self._owner = Owner(f"the disk store at {self.path}", self.close)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +88,7 @@ class StoreDirectory:
             raise
 
     def _lock(self) -> None:
+        """Lock the directory against other processes; InvalidInput if another has it."""
         self._lock_fd = _open_own(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,6 +110,7 @@ class StoreDirectory:
             )
 
     def _check_format(self) -> None:
+        """Check ``format``; write it if missing or damaged."""
         path = self.path / "format"
         fd = _open_own(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -131,6 +133,7 @@ class StoreDirectory:
             os.close(fd)
 
     def _check_torn_format(self, path: Path, content: bytes) -> None:
+        """Return if a wrong ``format`` is ours but damaged, to judge by it and the values; else raise InvalidInput."""
         text = content.decode(errors="replace")
         version = text[len(_FORMAT) - 2 :].strip()
         if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
@@ -153,8 +156,8 @@ class StoreDirectory:
         raise InvalidInput(f"{path} says {text.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory")
 
     def _examine_values(self) -> tuple[bool, bool]:
-        """Return two flags: a header proves ``values/`` ours; none does, and a file named like a key is foreign. A torn
-        file proves nothing. Raises LaterVersion.
+        """Return two flags: a header proves the values ours; none does, and a file is foreign. A torn file proves
+        nothing. Raises LaterVersion.
         """
         ours = foreign = False
         for entry in os.scandir(self.values) if self.values.is_dir() else ():
@@ -168,7 +171,7 @@ class StoreDirectory:
         return ours, foreign and not ours
 
     def scan(self) -> Iterator[FoundValue]:
-        """Yield the values, in no order. Removes parts and incomplete files only."""
+        """Yield the values; removes parts and incomplete files."""
         with os.scandir(self.values) as entries:
             for entry in entries:
                 path = self.values / entry.name
@@ -197,9 +200,7 @@ class StoreDirectory:
                 self.remove(path)
 
     def is_ours(self) -> bool:
-        """Return True if no other process can have opened the directory. A removed ``lock`` (cleanup of ``/tmp``) is
-        restored.
-        """
+        """Return True if no other process can have opened the directory. A removed ``lock`` is restored."""
         lock = self.path / "lock"
         with self._relocking:
             try:
@@ -227,6 +228,7 @@ class StoreDirectory:
             raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
 
     def restore_values(self) -> bool:
+        """Create a removed folder of values again; False if that fails."""
         try:
             if not self.is_ours():
                 return False
@@ -241,19 +243,17 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """Return text: a ``Path`` takes longer than opening the file."""
-        return self._values_text + file_name(key)
+        return self._values_text + file_name(key)  # a Path takes longer than opening the file
 
     def part_of(self, key: bytes, number: int) -> Path:
         return self.values / f"{file_name(key)}.{number}{PART}"
 
     def stamp(self, key: bytes, used_ns: int) -> None:
-        """Record the time of use; if that fails, the value is evicted earlier."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # then the value is evicted earlier
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     def expire(self, key: bytes, until_s: float, *, synced: bool) -> bool:
-        """Record the end of the lifetime (Unix time); False if the file system has no attributes."""
+        """Record the end of a lifetime (Unix time); False if unsupported."""
         try:
             self.check_ours()
             fd = os.open(self.path_text_of(key), os.O_RDONLY | PLAIN)
@@ -277,6 +277,7 @@ class StoreDirectory:
         return True
 
     def remove(self, path: Path) -> bool:
+        """Remove a file; False if that fails, or the directory is not ours."""
         try:
             self.check_ours()
             path.unlink(missing_ok=True)
@@ -301,7 +302,7 @@ class StoreDirectory:
             raise
 
     def _sync_names(self) -> None:
-        """Flush the entries up to the file system's root: another process may have created some."""
+        """Flush the entries up to the file system's root."""
         for folder in (self.values, self.path):
             _sync_directory(folder)
         resolved = self.path.resolve()
@@ -316,15 +317,14 @@ class StoreDirectory:
                     raise
 
     def close(self) -> None:
-        """Release the lock. May be called again. A forked child closes only its copy."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors of a directory sync to ignore: not ours, or no sync needed.
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
-"""Errors of a directory sync to ignore: not ours, or no sync needed."""
 
 
 def _sync_directory(path: Path) -> None:
@@ -342,7 +342,7 @@ def _close_to_others(path: Path) -> None:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Open a file of the store itself; InvalidInput unless it is regular."""
+    """Open a file of the store; InvalidInput unless regular."""
     try:
         fd = os.open(path, flags | PLAIN, 0o600)
     except OSError as error:
@@ -355,26 +355,24 @@ def _open_own(path: Path, flags: int) -> int:
     return fd
 
 
+# Magic, key, bytes of the value, eight zero bytes, CRC-32 of the value, CRC-32 of the bytes before.
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
-"""Magic, key, bytes of the value, eight zero bytes, CRC-32 of the value, CRC-32 of the bytes before."""
 
 HEADER_BYTES = _HEADER.size
-_MAGIC = b"SKYVAL\x00\x01"
-"""Last byte: the version; later versions keep the other seven."""
+_MAGIC = b"SKYVAL\x00\x01"  # last byte: the version; later versions keep the other seven
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Follow no links, wait for no pipes."""
 
 FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""Errors of the file itself, not of too many open files, too little memory, …"""
+"""Errors of the file itself, not of too many open files, for example."""
 
 
-_LIFETIME = b"user.skymemory.expires_ms"
-"""File attribute: end of the lifetime, Unix time in milliseconds, as digits."""
+_LIFETIME = b"user.skymemory.expires_ms"  # file attribute: end of the lifetime, Unix time in milliseconds, as digits
 
 
 def lifetime_of(path: Path) -> float:
-    """Return the end of the lifetime in Unix time; infinite: never."""
+    """Return the end of the lifetime (Unix time, or infinite)."""
     try:
         text = os.getxattr(path, _LIFETIME, follow_symlinks=False)
     except OSError:
@@ -387,6 +385,7 @@ def file_name(key: bytes) -> str:
 
 
 def key_of(name: str) -> bytes | None:
+    """Return the key in a file's name; None if it is no value's."""
     if len(name) != 2 * KEY_BYTES or name != name.lower():
         return None
     try:
@@ -396,7 +395,7 @@ def key_of(name: str) -> bytes | None:
 
 
 def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> None:
-    """Write header and value to a new file, which an OSError removes."""
+    """Write header and value to a new file; an OSError removes it."""
     header = _HEADER.pack(_MAGIC, key, value.nbytes, crc32(value), 0)[:-4]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -411,10 +410,9 @@ def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> No
 
 
 def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
-    """Write all bytes: a single write may stop early (a disk nearly full, more than 2 GiB)."""
     remaining = [part for part in parts if part.nbytes]
     while remaining:
-        written = os.writev(fd, remaining)
+        written = os.writev(fd, remaining)  # may stop early: a disk nearly full, or more than 2 GiB
         while remaining and written >= remaining[0].nbytes:
             written -= remaining.pop(0).nbytes
         if written:
@@ -438,7 +436,7 @@ def beginning_of(path: str, size_bytes: int) -> bytes:
 
 
 def read_value(path: str, key: bytes, out: memoryview) -> bool:
-    """Read into ``out``, which has the value's size; False if damaged, or another key's. OSError if unreadable."""
+    """Read into ``out``, of the value's size; False if damaged, or another key's."""
     header = bytearray(HEADER_BYTES)
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
@@ -467,7 +465,7 @@ def _is_whole(header: bytearray, got_bytes: int, key: bytes, value: memoryview) 
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Return the value's size; None if length or header is wrong. Raises LaterVersion."""
+    """Return the value's size; None if damaged. Raises LaterVersion."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         header = os.pread(fd, HEADER_BYTES, 0)

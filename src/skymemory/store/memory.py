@@ -1,4 +1,4 @@
-"""Memory tier: values in this process, within a byte budget. A hit is a view, not a copy: values are only replaced."""
+"""Memory tier: values in this process, within a byte budget. A hit is a view, not a copy."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ from skymemory.store.base import (
 class MemoryStore(BudgetedStore):
     """Store of values in memory.
 
-    ``pin_fraction`` of the budget may be pinned. ``policy``: a name in ``eviction.POLICIES``. ``clock``: any origin.
-
-    Raises:
-        InvalidInput: no budget, or no such policy.
+    ``pin_fraction`` of the budget may be pinned. ``policy``: a name in ``eviction.POLICIES``. InvalidInput: no budget,
+    or no such policy.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class MemoryStore(BudgetedStore):
             raise InvalidInput(f"the memory store needs a budget above 0 bytes, got {budget_bytes}")
         inventory = Inventory(budget_bytes, int(budget_bytes * pin_fraction), policy)
         super().__init__(name, inventory, lease_s, clock, Counters())
-        self._read_bytes_per_s = read_bytes_per_s
+        self._read_bytes_per_s = read_bytes_per_s  # assumed, for estimates
         self._values: dict[bytes, bytes] = {}
 
     def get_now(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -58,7 +56,7 @@ class MemoryStore(BudgetedStore):
             return [None if value is None else memoryview(value) for value in self._used(keys)]
 
     def put_now(self, key: bytes, value: Buffer) -> bool:
-        """Store in one step. False, nothing done: no room, or others have reservations."""
+        """Store in one step. False: no room, or others have reservations."""
         ((key, value),) = check_items([(key, value)])
         with self._open():
             victims = self._inventory.make_room(key, size_of(value), self._clock())
@@ -151,7 +149,7 @@ class MemoryStore(BudgetedStore):
             return sum(sizes) / self._read_bytes_per_s
 
     def close(self) -> None:
-        if self._lock.owner.elsewhere:
+        if self._lock.owner.elsewhere:  # in a forked child
             return
         with self._lock:
             self._closed = True

@@ -1,7 +1,4 @@
-"""General key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
-
-A value's header has its name: a wrong key is detected, and listing needs no index.
-"""
+"""General key-value interface: bytes under text keys, in any store. A value's header has its name."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
-    """Entry of a list. ``chunks``: 1 outside of satellites."""
+    """Entry of a list. ``chunks``: number on satellites, else 1."""
 
     name: str
     key: bytes
@@ -44,12 +41,14 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NamedOutcome:
+    """Result of storing or loading a named value. ``retransmitted``: chunks sent again."""
+
     ok: bool
     value: memoryview | None
     seconds: float
     retransmitted: int = 0
     reason: str = ""
-    """Reason in words if not ``ok``: a ``Miss``, or more."""
+    """Reason in words if not ``ok``."""
 
 
 def named_key(name: str) -> bytes:
@@ -57,7 +56,7 @@ def named_key(name: str) -> bytes:
 
 
 def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedValue | None:
-    """Return the value that begins so; None if unreadable or not ``key``'s."""
+    """Return the list entry of a value that begins with these bytes; None if unreadable, or not ``key``'s."""
     try:
         header = unpack_header(start_of_value)
     except MalformedPacket:
@@ -67,7 +66,7 @@ def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedVal
 
 
 def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
-    """Store ``data`` under ``name``. Raises InvalidInput without a name or bytes, ValueTooLarge if it can never fit."""
+    """Store ``data``. Raises InvalidInput without a name or bytes, ValueTooLarge if it can never fit."""
     ((key, data),) = check_items([(named_key(name), data)])
     view = memoryview(data).cast("B")
     header = ValueHeader(RAW.codec_id, len(view), len(view), name=name)
@@ -100,6 +99,7 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 
 def named_payload(value: memoryview, name: str) -> memoryview | str:
+    """Return a stored value's payload; or, if unreadable or of another name, the reason in words."""
     if is_sealed(value):
         return Miss.SEALED
     try:
@@ -134,9 +134,8 @@ class NamedValues:
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
         """Store ``data`` under ``name``, for ``ttl_s`` seconds.
 
-        Raises:
-            InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.
-            ValueTooLarge: it can never fit.
+        Raises InvalidInput, storing nothing: no name, no bytes, a lifetime of 0 or less, or a store without expiry;
+        ValueTooLarge if it can never fit.
         """
         expiring = None if ttl_s is None else self._expiring(ttl_s)
         done = put_named(self._store, name, data)
@@ -153,7 +152,7 @@ class NamedValues:
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """Return True if deleted, False if absent, None if a satellite did not answer."""
+        """Return True if deleted, False if absent, None if a satellite is silent."""
         return self._store.delete([named_key(name)])[0]
 
     def pin(self, name: str, ttl_s: float) -> bool:
@@ -172,6 +171,7 @@ class NamedValues:
         return store.names()
 
     def _expiring(self, ttl_s: float) -> Expiring:
+        """Return the innermost store; InvalidInput unless it can expire values."""
         if not ttl_s > 0:
             raise InvalidInput(f"a lifetime of {ttl_s} s: expected more than 0")
         store = unwrap_store(self._store)

@@ -31,14 +31,11 @@ from skymemory.store.base import (
 from skymemory.units import format_size
 
 NAMESPACE = b"skymemory:"
-_MARK = b"SKV1"
-"""Mark of a value; its last byte is the version, a digit."""
+_MARK = b"SKV1"  # mark of a value; its last byte is the version, a digit
 TRAILER_BYTES = 8
-_LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
-"""Limit of a string in Redis (``proto-max-bulk-len``)."""
+_LARGEST_BYTES = (512 << 20) - TRAILER_BYTES  # limit of a string in Redis (``proto-max-bulk-len``)
 
-_LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20
-"""Values in flight: least, most, and bytes in between."""
+_LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20  # values in flight: least, most, and bytes in between
 _QUESTIONS_AT_ONCE = 512
 _MOST_LATER = 1 << 16
 
@@ -46,12 +43,9 @@ _MOST_LATER = 1 << 16
 class RedisStore(RemoteStore):
     """Store of values in the server at ``url``, shared by all its clients.
 
-    A call takes at most ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file for a
-    ``rediss://`` server (default: the system's authorities).
-
-    Raises:
-        InvalidInput: a malformed address. (An unreachable server is not an error.)
-        MissingExtra: redis-py is not installed.
+    A call takes at most ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file for
+    ``rediss://``. Raises InvalidInput for a malformed address, not for an unreachable server; MissingExtra without
+    redis-py.
     """
 
     def __init__(
@@ -66,9 +60,8 @@ class RedisStore(RemoteStore):
         super().__init__(name, clock)
         self._link = RedisLink(url, timeout_s, clock, ca)
         self._counters = self._link.counters
-        self._later: dict[bytes, None] = {}
-        """Keys of a later release's values, not overwritten."""
-        self._value_bytes: float = _BYTES_AT_ONCE
+        self._later: dict[bytes, None] = {}  # keys of a later release's values, not overwritten
+        self._value_bytes: float = _BYTES_AT_ONCE  # mean of the last load, to choose how many to request at once
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -89,6 +82,7 @@ class RedisStore(RemoteStore):
         ]
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        """Load in a pipeline; delete corrupt values, remember a later release's."""
         self._check(())
         self._loads.take(ticket)
         started_s = self._clock()
@@ -140,6 +134,7 @@ class RedisStore(RemoteStore):
             )
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        """Store in a pipeline; a later release's values stay."""
         self._check(())
         started_s = self._clock()
         with self._stores.ending(ticket):
@@ -210,7 +205,7 @@ class RedisStore(RemoteStore):
         }
 
     def server_info(self) -> dict[str, str]:
-        """Return the reply to INFO, by name; SkyMemoryError if there is none."""
+        """Return the reply to INFO, by name; SkyMemoryError if none."""
         (reply,) = self._link.ask([pack(b"INFO")], 1)
         if not isinstance(reply, bytes):
             verb = "does not answer" if isinstance(reply, Unreachable) else "refuses"
@@ -232,7 +227,7 @@ def _at_once(value_bytes: float) -> int:
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:
-    """Return the trailer. A block's CRC comes from its header: the receiver reads the payload."""
+    # A block's CRC comes from its header: the receiver reads the payload.
     crc = crc_by_header(key, value, crc32(key))
     return _trailer(crc32(value, crc32(key)) if crc is None else crc)
 
@@ -246,6 +241,7 @@ def _trailer(crc: int) -> bytes:
 
 
 def opened(key: bytes, reply: object) -> memoryview | Miss:
+    """Return the value in a reply to GET, checked, without its trailer; or the reason for a miss."""
     if reply is None:
         return Miss.ABSENT
     if isinstance(reply, Unreachable):
@@ -268,18 +264,15 @@ Argument = bytes | tuple[Buffer, ...]
 """Argument of a command; a tuple's pieces are sent as one."""
 Command = list[Buffer]
 
-_READ_BYTES = 256 << 10
-"""Bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB."""
+_READ_BYTES = 256 << 10  # bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB
 MIN_BYTES_PER_S = 1e6
-_SMALL_BYTES = 4096
-"""Limit of joined pieces: a copy costs less than a call."""
-_REST_S = 1.0
-"""Silence after a timeout: otherwise every call of a load would wait."""
+_SMALL_BYTES = 4096  # limit of joined pieces: a copy costs less than a call
+_REST_S = 1.0  # silence after a timeout: otherwise every call of a load would wait
 _PROBE_S = 30.0
 
 
 class Unreachable(Exception):
-    """Failure of the server to answer in time; returned as a reply."""
+    """Reply in place of a server that did not answer in time."""
 
 
 def pack(*arguments: Argument) -> Command:
@@ -300,7 +293,7 @@ def pack(*arguments: Argument) -> Command:
 
 
 class CallDeadline(threading.local):
-    """Deadline of this thread's call, including connecting; extended by the bytes moved at ``MIN_BYTES_PER_S``."""
+    """Deadline of this thread's call, connecting included; bytes moved extend it, at ``MIN_BYTES_PER_S``."""
 
     def __init__(self) -> None:
         self._until_s = float("-inf")
@@ -319,6 +312,8 @@ class CallDeadline(threading.local):
 
 
 class _DeadlineSocket:
+    """Socket whose reads and writes share a call's deadline; redis-py's timeout applies to each alone."""
+
     def __init__(self, sock: Any, deadline: CallDeadline) -> None:
         self._sock = sock
         self._deadline = deadline
@@ -328,8 +323,7 @@ class _DeadlineSocket:
         return getattr(self._sock, name)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the timeout. 0 is kept: with it redis-py before 8 polls an idle connection."""
-        self._polling = seconds == 0
+        self._polling = seconds == 0  # redis-py before 8 polls an idle connection so
         self._sock.settimeout(seconds)
 
     def _wait(self) -> None:
@@ -358,14 +352,17 @@ class _DeadlineSocket:
 
 
 def _with_deadline(kind: Any, deadline: CallDeadline) -> Any:
+    """Return a subclass of redis-py's connection ``kind`` that keeps to ``deadline``."""
+
     class RedisConnection(kind):  # type: ignore[misc]
+        """Connection that keeps to the call's deadline."""
+
         def _connect(self) -> Any:
             return _DeadlineSocket(super()._connect(), deadline)
 
         @property
         def socket_connect_timeout(self) -> float:
-            """Return the time left; redis-py reads it for each address of a host name."""
-            return deadline.left_s()
+            return deadline.left_s()  # redis-py reads it for each address of a host name
 
         @socket_connect_timeout.setter
         def socket_connect_timeout(self, value: object) -> None: ...
@@ -402,15 +399,14 @@ class RedisLink:
         self._owner = Owner("this connection to Redis", self._let_go)
         self._timeout_s = timeout_s
         self._clock = clock
-        self._rest_until_s = float("-inf")
-        self._probing = threading.Lock()
-        self._is_in_doubt = False
-        """True if a probe ended a silence and no call has succeeded since."""
+        self._rest_until_s = float("-inf")  # time until which calls fail at once
+        self._probing = threading.Lock()  # held while a probe runs
+        self._is_in_doubt = False  # True if a probe ended a silence and no call has succeeded since
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
         """Return a reply per command; ``redis.ResponseError`` or ``Unreachable`` on failure.
 
-        At most ``at_once`` are in flight. One deadline for all; the first failure ends them all.
+        At most ``at_once`` are in flight; the deadline is common, and the first failure ends them all.
         """
         self._owner.check()
         replies: list[object] = []
@@ -426,6 +422,7 @@ class RedisLink:
         return replies
 
     def _exchange(self, commands: Sequence[Command], at_once: int, timeout_s: float, replies: list[object]) -> None:
+        """Send commands, at most ``at_once`` in flight, and append to ``replies``, within the deadline."""
         connection = None
         self._deadline.begin(timeout_s)
         try:
@@ -444,7 +441,7 @@ class RedisLink:
                 self._pool.release(connection)
 
     def _rest_and_probe(self) -> None:
-        """Send only a probe for a while; its answer ends the silence."""
+        """Fail calls at once for a while after a timeout, as each would wait; a probe's answer ends this."""
         self._rest_until_s = self._clock() + _REST_S
         if not self._is_in_doubt and self._probing.acquire(blocking=False):
             try:
@@ -453,6 +450,7 @@ class RedisLink:
                 self._probing.release()
 
     def _probe(self) -> None:
+        """Wait patiently for an answer to PING; then calls are sent again."""
         try:
             self._exchange([pack(b"PING")], 1, _PROBE_S, [])
             self._is_in_doubt = True
@@ -478,14 +476,13 @@ class RedisLink:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """Map an error to unreachable: redis-py may raise anything for a foreign server's reply."""
+        # redis-py may raise anything for a foreign server's reply.
         if isinstance(error, self._redis.RedisError | OSError):
             return error
         self.counters.add("strange_replies")
         return ConnectionError(f"a reply that no Redis server gives: {type(error).__name__}: {error}")
 
     def _let_go(self) -> None:
-        """Close a forked child's connections, silently."""
         self._pool.reset()
 
     def close(self) -> None:
@@ -493,6 +490,7 @@ class RedisLink:
 
 
 def _joined(commands: Sequence[Command]) -> Command:
+    """Join commands into few pieces to send, copying only small pieces."""
     pieces: Command = []
     for command in commands:
         for piece in command:

@@ -1,10 +1,8 @@
-"""Values sealed for one tenant: the tier below stores AES-256-GCM ciphertext that only the tenant's key opens.
+"""Values sealed for a tenant: the tier below stores AES-256-GCM ciphertext that only the tenant's key opens.
 
 A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | ciphertext | tag 16``, big-endian. The
-first 20 bytes and the value's 32-byte key are authenticated: a value moved to another key does not open. Later versions
-keep the magic and the version's position.
-
-The nonce is random: a secret seals at most 2^32 values (NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB.
+first 20 bytes and the value's 32-byte key are authenticated. Later versions keep magic and version's position. The
+nonce is random: a secret seals at most 2^32 values (NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB.
 """
 
 from __future__ import annotations
@@ -43,6 +41,8 @@ _PURPOSE = b"skymemory payloads 1"
 
 @dataclass(slots=True)
 class _Sealed:
+    """Ticket below, and the buffer of encrypted values."""
+
     below: StoreTicket
     buffer: Any
 
@@ -53,8 +53,8 @@ def is_sealed(value: Buffer) -> bool:
 
 
 class SealedStore(Wrapped):
-    """Wrapper that seals a store's values. ``ring`` is called at each use, as secrets rotate. Raises MissingExtra
-    without ``cryptography``.
+    """Wrapper that seals a store's values. ``ring`` is called at each use. Raises MissingExtra without
+    ``cryptography``.
     """
 
     def __init__(self, store: Store, ring: Callable[[], KeyRing], now_s: Callable[[], float]) -> None:
@@ -67,7 +67,7 @@ class SealedStore(Wrapped):
         super().__init__(store)
         self._ring = ring
         self._now_s = now_s
-        self._ciphers: dict[bytes, Any] = {}
+        self._ciphers: dict[bytes, Any] = {}  # by secret
         self._buffers = BufferPool()
         self._counters = Counters()
         self._owner = Owner(f"the sealed {store.name} store")
@@ -75,12 +75,11 @@ class SealedStore(Wrapped):
     # --- sealing and opening ---
 
     def _cipher_of(self, secret: bytes) -> Any:
-        """Cache ciphers: creating one costs as much as sealing a small value."""
         cipher = self._ciphers.get(secret)
         if cipher is None:
             if len(self._ciphers) > 16:
                 self._ciphers.clear()
-            cipher = self._ciphers[secret] = self._cipher(secret)
+            cipher = self._ciphers[secret] = self._cipher(secret)  # costs as much as sealing a small value
         return cipher
 
     def _seal(self, key: bytes, value: memoryview, out: memoryview) -> None:
@@ -91,7 +90,7 @@ class SealedStore(Wrapped):
         self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
 
     def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> Miss | None:
-        """Open into ``out``; return the reason of a failure."""
+        """Decrypt a value into ``out``; return the reason of a failure."""
         if is_sealed(sealed) and bytes(sealed[4:5]) > bytes([_VERSION]):
             return Miss.LATER_VERSION
         if len(sealed) < OVERHEAD_BYTES:
@@ -147,6 +146,7 @@ class SealedStore(Wrapped):
     def _report(
         report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, Miss], keys: tuple[bytes, ...]
     ) -> LoadReport | None:
+        """Return the report from below with decrypted sizes, and ``rejected`` values as misses."""
         if report is None:
             return None
         reports = (

@@ -102,12 +102,14 @@ class Wrapped(TwoPhase):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
+    """Ticket of the chosen items; True for each item that is."""
+
     inner: StoreTicket
     chosen: list[bool]
 
 
 class Selecting(Wrapped):
-    """Wrapper that stores only the items that ``select`` chooses."""
+    """Base of wrappers that store only the items that ``select`` chooses; ``stored`` gets those stored."""
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         return [True] * len(items)
@@ -124,6 +126,7 @@ class Selecting(Wrapped):
         return StoreTicket(items, inner.expires_s, state=_Chosen(inner, chosen), places=places)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        """Complete the store of the chosen items; others count as not stored."""
         state = ticket.state
         if not isinstance(state, _Chosen):
             raise InvalidInput("this store ticket is not open: each is completed once, by its own store")
@@ -141,9 +144,8 @@ _BITS_PER_KEY = 16
 
 
 class Sketch:
-    """Set of the last ``capacity`` to ``2 * capacity`` keys: two Bloom filters that take turns.
-
-    Keys are hashes, so four words are the probes. One new key in 400 counts as seen, which only stores it early.
+    """Approximate set of the last ``capacity`` to ``2 * capacity`` keys (hashes): two Bloom filters that take turns. Of
+    new keys, 1 in 400 counts as seen.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -155,6 +157,7 @@ class Sketch:
         self._added = 0
 
     def check_and_add(self, key: bytes) -> bool:
+        """Return True if the key was seen lately; add it."""
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
         if not now:
@@ -169,8 +172,8 @@ class Sketch:
 
 
 class AdmittingStore(Selecting):
-    """Write admission: stores a key offered a second time, or present. Most prompts are seen once; exactly a chain's
-    shared blocks are offered again.
+    """Wrapper for write admission: stores a value whose key is offered a second time, or present. Most prompts are seen
+    once; only blocks that prompts share are offered again.
     """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
@@ -193,13 +196,11 @@ class AdmittingStore(Selecting):
 
 
 class TenantStore(Selecting):
-    """Quota in bytes of one tenant, on a store shared by tenants of a process.
+    """Quota in bytes of a tenant, on a store shared by tenants of a process.
 
     A tenant over its quota evicts its own oldest values, neither leased nor pinned, after the new value is stored: a
-    refused put costs nothing, but the quota is exceeded by up to that put.
-
-    The tenant's salt is in every block hash, so this handle sees all its writes. Values count until the store confirms
-    their removal.
+    refused put costs nothing, but the quota is exceeded by up to that put. Values count until the store confirms their
+    removal.
     """
 
     def __init__(
@@ -210,11 +211,11 @@ class TenantStore(Selecting):
         super().__init__(store)
         self.tenant = tenant
         self.quota_bytes = quota_bytes
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # bytes of each value, the oldest first
         self.used_bytes = 0
         self._clock = clock
-        self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
-        self._pins: dict[bytes, float] = {}
+        self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}  # keys and end, by load
+        self._pins: dict[bytes, float] = {}  # end of each pin
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
@@ -243,18 +244,16 @@ class TenantStore(Selecting):
             self._evict_excess({key for key, _ in items})
 
     def _end_leases(self, now_s: float) -> None:
-        """Drop expired leases. Requires the lock."""
         self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
 
     def _protected(self) -> set[bytes]:
-        """Return the leased and pinned keys. Requires the lock."""
         now_s = self._clock()
         self._end_leases(now_s)
         self._pins = {key: until_s for key, until_s in self._pins.items() if until_s > now_s}
         return {key for keys, _ in self._leases.values() for key in keys} | self._pins.keys()
 
     def _evict_excess(self, new: frozenset[bytes] | set[bytes] = frozenset()) -> None:
-        """Evict the oldest values above the quota, sparing ``new``. Requires the lock."""
+        """Evict the oldest values above the quota, sparing ``new``."""
         if self.used_bytes <= self.quota_bytes:
             return
         spared = self._protected() | new
@@ -271,7 +270,7 @@ class TenantStore(Selecting):
             self._counters.add("evicted_for_quota", removed, self.tenant)
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        keys, beginning = check_keys(keys), object()
+        keys, beginning = check_keys(keys), object()  # stands for the load until it has a ticket
         with self._lock:  # before the store's own lease: nothing may be evicted in between
             self._end_leases(self._clock())
             self._leases[beginning] = keys, self._clock() + LEASE_S
@@ -299,6 +298,7 @@ class TenantStore(Selecting):
         return done
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        """Complete the load; forget values that the store lacks, and make the others most recent."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
@@ -330,9 +330,7 @@ class TenantStore(Selecting):
 
 
 class RateLimited(Wrapped):
-    """Token bucket: limits loads to ``bytes_per_s``, which may change; a full bucket holds ``burst_s`` seconds of
-    bytes.
-    """
+    """Wrapper that delays loads to an average of ``bytes_per_s``: a token bucket of ``burst_s`` seconds of bytes."""
 
     def __init__(
         self,
@@ -349,7 +347,7 @@ class RateLimited(Wrapped):
         self.bytes_per_s = bytes_per_s
         self._clock, self._sleep = clock, sleep
         self._lock = Lock()
-        self._link = TokenBucket(1.0, burst_s)  # of the seconds that it is free
+        self._link = TokenBucket(1.0, burst_s)  # tokens are seconds of the link
 
     @property
     def backlog_s(self) -> float:
@@ -357,6 +355,7 @@ class RateLimited(Wrapped):
             return max(0.0, -self._link.refill(self._clock()))
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        """Complete the load, then sleep until its bytes fit the rate."""
         values = super().complete_load(ticket)
         size_bytes = sum(
             rows.size_bytes if rows is not None and at in ticket.placed else len(value)
@@ -380,8 +379,8 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStore:
-    """Store for asyncio: awaitable calls, in threads, of ``store``, which it closes. A call cancelled before its thread
-    starts does nothing; later it continues.
+    """Store for asyncio: calls run in threads; closes ``store``. A call cancelled before its thread starts does
+    nothing; later it continues.
     """
 
     def __init__(self, store: Store, threads: int = 32) -> None:
@@ -417,7 +416,7 @@ class AsyncStore:
         return await asyncio.wrap_future(self._pool.submit(call, *how, **named))
 
     async def close(self) -> None:
-        """Wait for calls in progress, then close the store. May be called again."""
+        """Wait for calls in progress, then close the store."""
         await asyncio.to_thread(self._pool.shutdown)
         self.store.close()
 

@@ -22,13 +22,11 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.units import format_size
 
 FILLED = 0.5
-"""Assumed fill; above it chunks lag behind."""
 SHARE = 0.75
 _SATELLITE_S = 40e-6
 _CHUNK_S = {"off": 63e-6, "on": 85e-6, "answers": 85e-6, "every": 85e-6}
 """CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
-"""CPU time per chunk added by injected faults, since datagrams are sent singly."""
 _DELAY_S = 18e-6
 _REFERENCE_S = 1.65e-3
 _TURNS = 5
@@ -62,7 +60,7 @@ def processors() -> float:
 
 
 def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
-    """Return the largest scale whose moves need at most these processors of the reference machine."""
+    """Return the largest time scale whose moves need at most ``processor_s_per_s`` reference processors."""
     if plan.access == "onboard":
         return float("inf")
     shell, placement = shell_of(plan), sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]

@@ -45,6 +45,7 @@ def expected_round_trip_s(
 def _round_trips(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> tuple[Callable[[SatelliteId], float], Moves]:
+    """Return a function that estimates a satellite's round trip in seconds, and the box's moves now."""
     # The delay follows the path of a packet: a beam to each satellite (ideal), or a beam to the gateway and links
     # from there. An onboard host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
@@ -110,6 +111,8 @@ def open_constellation(
 
 
 def sealed(store: Store, keys: KeyFollower) -> SealedStore:
+    """Return ``store`` with its values encrypted by a file's current keys."""
+
     def ring() -> KeyRing:
         keys.refresh()
         return keys.authority.ring
@@ -138,6 +141,7 @@ def settings_of(plan: ConstellationPlan, access: str | None = None, ground: Grou
 
 
 def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None = None) -> FanOut:
+    """Return what decides over how many servers values are spread."""
     sky, code = sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
     round_trip_s, moves = _round_trips(plan, access, ground=ground)
     # With a beam for each satellite several satellites transmit concurrently; through a gateway all share its beam.
@@ -215,7 +219,6 @@ def host_spec(
 
 
 def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
-    """Return the longest direct round trip, with the delay scale."""
     shell, torus = shell_of(plan), plan.torus
     centre = plan.centre
     slants_s = [shell.slant_one_way_s(*torus.delta(centre, satellite), plane=centre.plane) for satellite in satellites]
@@ -228,7 +231,6 @@ def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
 
 
 _ANNOUNCED_TO = 3
-"""Satellites per host that learn a client's place: some may be disabled."""
 
 
 def client_of(
@@ -238,6 +240,7 @@ def client_of(
     give_up_s: float,
     ground: GroundHost | None = None,
 ) -> UdpClient:
+    """Return a client of the plan's constellation."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host

@@ -1,7 +1,6 @@
 """Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
 
-A flood of retransmissions would keep an overloaded host from answering, so a survey limits them, accepts late answers,
-and waits while a host progresses.
+A survey limits retransmissions, which would keep an overloaded host from answering, and accepts late answers.
 """
 
 from __future__ import annotations
@@ -31,13 +30,10 @@ from skymemory.transport.udp_client import UdpClient
 PATIENCE_S = 1.0
 MOST_PATIENCES = 10
 _START_PATIENCE_S = 5.0
-"""Timeout at start: about twenty retransmissions with injected faults."""
 _MOST_START_S = 300.0
 _LOOK_S = 0.5
 _CLOCKS_OF = 3
-"""Satellites per host that are asked for the time: some may be disabled."""
 _OFF = ""
-"""Host of satellites not expected to answer."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _QUIET_S = 0.3
@@ -63,9 +59,10 @@ class Rotation:
 
 
 class Silence:
-    """Timeouts for silent satellites: ``patience_s`` plus the round trip.
+    """Timeouts for silent satellites in a survey: ``patience_s`` plus the round trip.
 
-    They restart when the host answers or is ``busy``, up to ``most_s``; not for ``off`` satellites.
+    They restart when a satellite's host answers or is ``busy``, up to ``most_s``; ``off`` satellites are expected to be
+    silent.
     """
 
     def __init__(
@@ -82,6 +79,7 @@ class Silence:
         self.off = frozenset(off)
 
     def survey(self, plan: ConstellationPlan, satellites: Collection[SatelliteId]) -> Survey:
+        """Return the schedule of requests to ``satellites``."""
         hosts = {
             host.name: [satellite for satellite, _ in plan.addresses_of(host) if satellite in satellites]
             for host in plan.hosts
@@ -102,6 +100,7 @@ class Silence:
 def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
+    """Send a request to each satellite until it answers or ``silence`` gives its host up. Return the answers."""
     # ``survey`` decides which satellite to ask when. Each packet is sent once, so that only the survey repeats it.
     # Answers to earlier packets count too: their operations stay in flight until the end.
     refused = False
@@ -197,7 +196,6 @@ def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
-    """Raise ``ConstellationError`` for hosts with silent satellites, unless ``busy``."""
     answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
@@ -262,6 +260,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
+    """Ping satellites until no more chunks migrate. Return the last answers, and False if the deadline came first."""
     last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
@@ -285,7 +284,6 @@ _PING_S = 0.15
 
 
 def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
-    """Return the disabled satellites; raise ``InvalidInput`` for a damaged file."""
     path = directory.outages_path
     try:
         content = json.loads(read_bounded(path, _MAX_FILE_BYTES))
@@ -321,6 +319,7 @@ def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) 
 
 
 def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None, alive: bool) -> frozenset[SatelliteId]:
+    """Set satellites alive or dead in the outages file, and wait until their hosts here show it. Return the dead."""
     # Write the file first, then signal: a host that starts meanwhile reads the file, a running host reads it on
     # SIGHUP. Then wait until pings show the change, so that scripts need not guess.
     with directory.locked():
@@ -351,6 +350,11 @@ def _mine(plan: ConstellationPlan, host: str) -> Iterable[SatelliteId]:
 def _hosts_of(
     plan: ConstellationPlan, satellites: Collection[SatelliteId], directory: RunDirectory, everywhere: bool
 ) -> set[str]:
+    """Return the hosts of these satellites that run here.
+
+    Raises:
+        InvalidInput: an unknown satellite, or a host elsewhere, unless ``everywhere``.
+    """
     unknown = [satellite for satellite in satellites if satellite not in plan.torus]
     if unknown:
         raise InvalidInput(
@@ -380,18 +384,16 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
 
 
 WINDOW = 64
-"""Limit of requests in flight, without overdue requests."""
 OVERDUE_S = 0.25
-"""Retransmission timeout beyond the round trip; doubled while a host gets over ``REPEATED_PER_S``."""
+"""Retransmission timeout beyond the round trip."""
 REPEATED_PER_S = 10.0
-"""Limit of retransmissions to a host: fewer than it can answer in overload."""
 
 
 class Survey:
-    """Schedule of a request to each satellite, and of giving up; no I/O, no clock.
+    """Schedule of a request to each satellite, and of giving up, without I/O or clock.
 
     A host is given up if all its satellites were asked, none answered for ``patience_s``, and it was not ``busy``; at
-    the latest ``most_s`` after its first request.
+    the latest after ``most_s``.
     """
 
     def __init__(
@@ -405,7 +407,6 @@ class Survey:
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Requests in flight, the first overdue first."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
         self._began_s: dict[str, float] = {}
@@ -413,10 +414,10 @@ class Survey:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Unanswered satellites per host."""
         return {host: len(satellites) for host, satellites in self._open.items()}
 
     def to_ask(self, now_s: float) -> list[SatelliteId]:
+        """Return the satellites to ask now: all for the first time, then the overdue."""
         self._expire(now_s)
         again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
         chosen: list[SatelliteId] = []
@@ -444,13 +445,11 @@ class Survey:
         return max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
 
     def _again_s(self) -> Iterator[tuple[float, SatelliteId]]:
-        """Yield the next retransmissions; intervals shrink as others of the host answer."""
         max_s = {host: self._max_interval_s(host) for host in self._open}
         for satellite, asked_s in self._overdue.items():
             yield asked_s + min(self._waits_s[satellite], max_s[self._host_of[satellite]]), satellite
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record an answer, however late; duplicates also count as progress."""
         host = self._host_of[satellite]
         self._fresh.pop(satellite, None)
         self._overdue.pop(satellite, None)

@@ -25,7 +25,6 @@ def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
 
 
 def read_element_file(path: Path, skip_bad: bool) -> ElementFile:
-    """Read the element sets in a file; raise ``InvalidInput`` with its name."""
     try:
         text = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:

@@ -26,13 +26,11 @@ from skymemory.transport.faults import DEFAULT_REORDER_DELAY_S
 from skymemory.transport.udp_host import PATIENCE_S
 
 Choice = Literal["python", "c", "mixed"]
-"""Kind of satellites; ``mixed`` has every second host in C."""
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 DAEMON = "skymemory-flight"
 DAEMON_SETTING = "SKYMEMORY_FLIGHT"
 _SHARE_UNITS = 65_536
 MOST_REPLICAS = 32
-"""Limit of satellites in C: flight/core/config.c."""
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
 _LONG_S = 1e6
@@ -43,6 +41,11 @@ def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
+    """Return which of the plan's hosts run satellites in C.
+
+    Raises:
+        InvalidInput: they cannot serve this plan.
+    """
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
@@ -89,6 +92,7 @@ def _gaps(torus: Torus) -> Iterator[str]:
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
+    """Yield configuration lines: delays of links, and of beams to the ground."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
     if scale:
         yield f"delay-scale {scale!r}"
@@ -107,6 +111,7 @@ def _delays(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _orbits(sight: OrbitSight) -> Iterator[str]:
+    """Yield configuration lines from which the daemon computes orbits and sight."""
     shell, epoch_s = sight.shell, sight.epoch_unix_s
     numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
     yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
@@ -126,6 +131,7 @@ def _orbits(sight: OrbitSight) -> Iterator[str]:
 
 
 def _links(plan: ConstellationPlan) -> Iterator[str]:
+    """Yield configuration lines: rates, outages, elevations and rain of links."""
     links = plan.links
     if links is None:
         return
@@ -148,6 +154,7 @@ def _links(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _clock(plan: ConstellationPlan) -> Iterator[str]:
+    """Yield configuration lines: the clock of the box's moves."""
     clock = clock_of(plan)
     yield f"pushed {clock.pushed[0]} {clock.pushed[1]}"
     if not clock.time_scale:
@@ -162,6 +169,7 @@ def _clock(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
+    """Yield the configuration line of this host's injected faults, as fixed-point shares."""
     faults = plan.faults
     if not faults.any:
         return

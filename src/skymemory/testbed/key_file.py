@@ -43,7 +43,6 @@ def _key(entry: Any, where: str) -> SecretKey:
 
 
 def from_json(text: str, where: str) -> KeyRing:
-    """Parse a key ring; errors (``InvalidInput``) contain no secret."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -101,14 +100,13 @@ def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
 
 
 def new_keys(path: Path) -> KeyRing:
-    """Create a file with a new key; raise ``InvalidInput`` if it exists."""
     ring = first_ring(new_secret())
     write_keys(ring, path, replace=False)
     return ring
 
 
 class KeyFollower:
-    """Follower of a key file; an unreadable file changes nothing."""
+    """Follower of a key file, whose keys ``authority`` has; an unreadable file changes nothing."""
 
     def __init__(
         self, path: Path, auth: str = "on", say: Callable[[str], None] | None = None, look_s: float = LOOK_S

@@ -19,7 +19,7 @@ IDLE_S, MOST_S = 60.0, 1800.0
 _LOOK_S = 0.5
 _READ_BYTES_PER_S = 1 << 20
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
-"""Shell that ends the service when its own input, held by this process, ends."""
+"""Shell that ends a process group when its own input ends."""
 
 
 def wanted_s(pid: int) -> float | None:
@@ -58,6 +58,7 @@ class Demand:
         self._seen = {name: (now_s, wanted_s(pid)) for name, pid in pids.items()}
 
     def busy(self) -> set[str]:
+        """Return the names of processes that were busy since the last call."""
         busy_names = set()
         now_s = time.monotonic()
         for name, pid in self._pids.items():

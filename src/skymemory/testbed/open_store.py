@@ -96,6 +96,7 @@ def _refused(where: str, why: str) -> InvalidInput:
 
 
 def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
+    """Wrap a store as an address's rules demand: sealed, with a quota, with admission."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
             raise _refused(where, f"admit={quoted(rules['admit'])}: expected all or second")
@@ -187,6 +188,7 @@ def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> N
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
+    """Open a hierarchy of tiers, or none of them after an error."""
     if place and options:
         raise _refused(where, f"unknown option {quoted(options[0][0])}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
@@ -318,6 +320,7 @@ _OF_THE_WHOLE: dict[str, tuple[str, Reader]] = {
 
 
 def _read(table: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[str, Any]:
+    """Return a table's settings by field name; ``known`` has the field and parser of each key."""
     settings = {}
     for name, value in table.items():
         if name not in known:

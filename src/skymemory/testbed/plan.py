@@ -90,7 +90,6 @@ class Ground:
         return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
 
     def check_reach(self, preset: Preset) -> None:
-        """Raise ``InvalidInput`` if no satellite ever rises above the mask."""
         if preset.fixed_centre is not None:
             return
         farthest_deg = farthest_latitude_deg(preset.shell, self.mask_deg)
@@ -110,7 +109,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class PlaceSight:
-    """Sight of a second host; the box stays around the plan's host."""
+    """Sight of a second host (``own``) in a constellation whose box stays around the plan's host (``box``)."""
 
     box: OrbitSight
     own: OrbitSight
@@ -140,7 +139,6 @@ class PlaceSight:
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
-"""First port, below the ephemeral ports."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
 FAN_OUTS = ("size", "fixed")
@@ -177,7 +175,7 @@ def parse_ip(text: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """UDP ports from ``base_port`` on, without gaps (first, last)."""
+    """UDP ports from ``base_port`` on, except ``skipped`` gaps (first, last)."""
 
     base_port: int
     skipped: tuple[tuple[int, int], ...] = ()
@@ -279,7 +277,6 @@ class ConstellationPlan:
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
     keys_file: str = ""
-    """Key file; relative in a plan file."""
     fan_out: str = ""
     """Satellites per value: ``size`` (at most ``servers``) or ``fixed``; empty: ``size`` for the preset's ``servers``.
     """

@@ -107,7 +107,7 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
-    """Parse a plan; errors (``InvalidInput``) have ``where``, the key and what was expected."""
+    """Parse a plan; errors (``InvalidInput``) begin with ``where``."""
     try:
         content = parse_json(text)
     except InvalidInput as error:

@@ -83,6 +83,8 @@ def _process_start_by_ps(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
+    """Host process as recorded in its pid file; its start time tells it from a later process with its pid."""
+
     pid: int
     start: str
     kind: Kind = "python"
@@ -281,7 +283,6 @@ class RunDirectory:
         return sorted(path.stem for path in self.path.glob("*.pid")) if self.path.is_dir() else []
 
     def living(self) -> dict[str, ProcessRecord]:
-        """Return running host processes by record."""
         records = {host: self.read_record(host) for host in self.recorded_hosts()}
         return {host: record for host, record in records.items() if record is not None and record.alive}
 
@@ -345,7 +346,6 @@ def check_ports(plan: ConstellationPlan) -> None:
 
 
 def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
-    """Raise ``ConstellationError`` for the first port that cannot be bound here."""
     for satellite, (planned_ip, port) in plan.addresses_of(host):
         ip = listen or planned_ip
         number = _bind_error((ip, port))
@@ -366,9 +366,8 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 
 
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
-    """Return free UDP ports: consecutive below the ephemeral range, else any.
-
-    The search starts by process and ``attempt``: parallel searches differ.
+    """Return free UDP ports: consecutive below the ephemeral range, else any. Parallel searches start at different
+    ports.
     """
     starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
     first = (os.getpid() + attempt) % max(1, len(starts))
@@ -393,7 +392,6 @@ def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
 PREFIX = "skymemory-demo-"
 _HELD = "held"
 _YOUNG_S = 60.0
-"""Age below which a folder may not be locked yet."""
 
 
 @contextmanager
@@ -423,6 +421,7 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 
 
 def _is_left_behind(folder: Path, now_s: float) -> bool:
+    """Return True if a demo's folder is left of a killed process."""
     status = folder.lstat()
     # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and its lock is free. The
     # system releases the lock when the demo ends in any way.

@@ -189,7 +189,6 @@ class SkySettings:
         return preset
 
     def plan(self, preset: Preset, hosts: tuple[HostShare, ...], auth: str, keys_file: str) -> ConstellationPlan:
-        """Return the plan of ``preset`` on ``hosts``, whose satellites' clock begins now."""
         return make_plan(
             preset,
             hosts=hosts,

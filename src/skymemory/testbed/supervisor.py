@@ -109,6 +109,7 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
+    """Wait until all children listen; raise ``ConstellationError`` if a child ends, or is idle too long."""
     started_s = progress_s = look_s = time.monotonic()
     demand = Demand({child.host.name: child.process.pid for child in children})
     with selectors.DefaultSelector() as selector:
@@ -326,6 +327,8 @@ class SignalGate:
 
 @dataclass(slots=True)
 class Child:
+    """Host process started here; ``line`` is our end of its socket."""
+
     host: HostShare
     process: subprocess.Popen[bytes]
     line: socket.socket
@@ -406,6 +409,7 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
 
 
 def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
+    """Wait until ``living`` returns no process, at most ``grace_s`` after the last was busy."""
     started_s = progress_s = look_s = time.monotonic()
     demand, every_s = Demand(living()), min(_END_LOOK_S, grace_s / 2)
     while remaining := living():

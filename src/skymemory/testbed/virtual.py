@@ -62,6 +62,7 @@ class VirtualConstellation:
         return self._places.get(host, "")
 
     def _delay_s(self, sender: Node, receiver: Node) -> float:
+        """Return the one-way delay of a link or beam at this time."""
         if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
             link_s = self._links_s.get((sender, receiver))
             if link_s is None:
@@ -82,6 +83,7 @@ class VirtualConstellation:
         return sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
     def connect(self, access: str | None = None, ground: int = 1, place: GroundHost | None = None) -> SimulatedClient:
+        """Return a client as ground host ``ground``, at ``place`` if not the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
         config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links)

@@ -28,7 +28,7 @@ RECENT_S = 60.0
 
 
 class DelayLine(Generic[Item]):
-    """Delay of items, with a timer only for ``time.monotonic``."""
+    """Queue that holds items for a delay; only for ``time.monotonic`` does it have a timer."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -45,13 +45,11 @@ class DelayLine(Generic[Item]):
         return len(self._heap)
 
     def fileno(self) -> int:
-        """Return a descriptor, readable when ``pop_due`` has an item."""
         if self._timer is None:
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()
 
     def push(self, delay_s: float, item: Item) -> float:
-        """Hold ``item``. Return when it is due."""
         due_s = self._clock_s() + delay_s
         heapq.heappush(self._heap, (due_s, next(self._order), item))
         if due_s < self._armed_s and not self._releasing:
@@ -62,7 +60,6 @@ class DelayLine(Generic[Item]):
         return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
-        """Yield due items, including those that become due meanwhile."""
         self._releasing = True
         try:
             while self._heap:
@@ -84,7 +81,6 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """Return the lateness of releases; percentiles cover the last minute."""
         since_s = self._clock_s() - RECENT_S
         errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
         return {
@@ -168,14 +164,15 @@ def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
 
 
 def handover_timeout_s(timeout_s: float, links: Links) -> float:
-    """Return a timeout that includes the wait on a link."""
     return timeout_s + min(links.buffer_bytes, _HANDOVER_BYTES) / links.bytes_per_s("isl")
 
 
 def groups(
     queue: LinkQueue, datagrams: list[bytes], now_s: float, urgent: bool = False
 ) -> Iterator[tuple[float, SegmentBatch]]:
-    """Yield groups that leave together, with the seconds until the last bit; lost datagrams are left out."""
+    """Yield groups of datagrams as a link's ``queue`` lets them leave, with the seconds until the last bit; lost
+    datagrams are left out.
+    """
     group: list[bytes] = []
     first_s = last_s = 0.0
     for data in datagrams:

@@ -11,7 +11,6 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 
 DEFAULT_REORDER_DELAY_S = 0.002
-"""Longest extra delay."""
 
 _MOST_BITS = 8
 
@@ -84,7 +83,7 @@ class FaultInjector:
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """Fault: satellites die, or a link is cut; with ``over``, they come back, empty."""
+    """Fault at ``time_s``: satellites die, or a link is cut; with ``over``, they come back, empty."""
 
     time_s: float
     satellites: tuple[SatelliteId, ...] = ()

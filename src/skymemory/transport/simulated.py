@@ -4,7 +4,7 @@ It drives the UDP transport's state machines. Work takes no time, unless hosts h
 to neighbours behind the Earth are lost.
 
 If links have rates, a forwarding satellite sees a run of packets once, when the first arrives; each follows when its
-last bit has arrived. Packets of a run within ``GRAIN_S`` are delivered together, with the last.
+last bit has arrived.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ from skymemory.transport.udp_host import PATIENCE_S
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
-"""One-way delay in seconds."""
 Machine = Callable[[SatelliteConfig, SkyMap, MoveClock, float, Lateness | None], SatelliteMachine]
-"""Factory of a satellite, or of the satellite in C."""
 _MAX_RUN_SEGMENTS = 64
 _NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
-"""Maximum of a header's credit: only links bound what is in flight."""
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -55,7 +52,9 @@ def no_delay(sender: Node, receiver: Node) -> float:
 
 
 class _Arrival(NamedTuple):
-    """Datagrams of ``segment_bytes`` (the last maybe shorter)."""
+    """Datagrams on the way to ``receiver``: ``segment_bytes`` each, the last maybe shorter. ``order`` breaks ties in
+    time.
+    """
 
     time_s: float
     order: int
@@ -69,7 +68,8 @@ class _Arrival(NamedTuple):
 class _Train:
     """Packets of a batch on a link with a rate: ``size`` bytes each, the last maybe fewer.
 
-    ``due_s`` are arrivals: ``LOST``, or infinite before departure.
+    ``due_s`` are arrivals: ``LOST``, or infinite before departure. ``ends``: they are delivered to ``receiver``;
+    otherwise ``onward`` is their train on the next link. ``left``: the last packet that has left.
     """
 
     data: bytearray
@@ -168,10 +168,8 @@ class SimulatedConstellation:
         self._clients: dict[GroundToken, ClientMachine] = {}
         self._asked: dict[Node, int] = {}
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
-        """Nodes with events; the order depends on the seed alone."""
         self._timers: dict[Node, float] = {}
         self._alarms: list[tuple[float, int, Node]] = []
-        """Heap of ``_timers``; outdated entries are skipped."""
         self.hosts: list[SimulatedHost] = []
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
@@ -243,7 +241,7 @@ class SimulatedConstellation:
         self._cut.discard(frozenset((node, other)))
 
     def spoil(self, node: Node, other: Node, faults: FaultInjector | None) -> None:
-        """Inject faults on this link, too."""
+        """Inject faults on this link."""
         link = frozenset((node, other))
         if faults is None:
             self._link_faults.pop(link, None)
@@ -251,7 +249,6 @@ class SimulatedConstellation:
             self._link_faults[link] = faults
 
     def follow(self, events: Iterable[FaultEvent]) -> None:
-        """Schedule only these faults."""
         self._events = deque(sorted(events, key=lambda event: event.time_s))
 
     def _apply(self, event: FaultEvent) -> None:
@@ -284,6 +281,7 @@ class SimulatedConstellation:
         return self.step_flushed(limit_s)
 
     def step_flushed(self, limit_s: float) -> bool:
+        """Do as ``step`` after a ``flush``."""
         # Earliest event: hosts' work, a fault, a packet's arrival, or a timer.
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
@@ -315,6 +313,7 @@ class SimulatedConstellation:
         return True
 
     def _run_hosts(self, timer_s: float, limit_s: float) -> bool:
+        """Let hosts work until any other event is due. Return True if a host has."""
         worked = False
         until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
         while True:
@@ -416,6 +415,7 @@ class SimulatedConstellation:
     # --- Links with rates ---
 
     def _send_by_rate(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
+        """Put a batch on a link with a rate, as a train or, with faults, datagram by datagram."""
         assert self.queues is not None
         link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         if link in self._cut:
@@ -450,6 +450,7 @@ class SimulatedConstellation:
         self.bytes_sent += len(data)
 
     def _leave(self, train: _Train, at: int) -> None:
+        """Let packet ``at`` of a train leave; record its arrival, or that its link loses it."""
         size = train.size if at + 1 < train.count else len(train.data) - at * train.size
         self.datagrams_sent += 1
         self.bytes_sent += size
@@ -481,6 +482,7 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
 
     def _last_together(self, train: _Train, first: int, last: int) -> int:
+        """Return the last packet that is delivered together with ``first``, from ``last`` on."""
         if not self._offload:
             return last
         due_s, first_s = train.due_s, train.due_s[first]
@@ -638,6 +640,7 @@ _wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
+    """Return a datagram's arriving copies, each with extra seconds, by faults of the link and of all links."""
     if own_faults is None:
         return [(data, 0.0)] if faults is None else faults.apply(data)
     flights = own_faults.apply(data)
@@ -698,7 +701,6 @@ class SimulatedClient:
         return self.run([number])[number]
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Advance virtual time until these operations have ended."""
         with self.lock:
             return self._run(set(numbers))
 
@@ -717,6 +719,5 @@ class SimulatedClient:
                 raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:
-        """Disconnect. Packets already sent arrive; packets to the client are lost."""
         self._constellation.flush()
         self._constellation.disconnect(self.machine.config)

@@ -1,7 +1,6 @@
 """Host process over virtual time: satellites, an event loop, a processor whose work takes time.
 
-The loop does in each turn as ``udp_host``. Each step costs processor seconds (``WorkCosts``), and its packets leave at
-its end. Datagrams wait in their socket's buffer, and are lost if it is full.
+Each turn is as in ``udp_host``. A step costs processor seconds (``WorkCosts``), and its packets leave at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, 
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
-"""Callback that puts a batch on the wire."""
 
 _KERNEL_BYTES = 768
 """Bytes that Linux charges to a socket's buffer per run of datagrams."""
@@ -33,27 +31,23 @@ _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _STEP_S = 1.0
-"""Lag at which a clock is corrected, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
     """Processor seconds by kind of work, measured by ``benchmarks/satellite_work.py`` with the compiled helper on a
-    core of a Xeon of 2021; declarations and searches are cheaper now.
+    core of a Xeon of 2021.
     """
 
     wake_s: float = 12e-6
-    """Handling of a socket or delayed batch: half of a busy host's other cost of a question and answer."""
+    """Handling of a socket or delayed batch."""
     run_s: float = 2.2e-6
-    """Receipt of a run of datagrams."""
     faulty_s: float = 0.7e-6
     control_s: float = 16e-6
     links_s: float = 14e-6
-    """LINKS without declarations."""
     declaration_s: float = 2.2e-6
     """Receipt or transmission of a declaration."""
     chunk_s: float = 26e-6
-    """Storage of a single chunk."""
     run_chunk_s: float = 4e-6
     forward_s: float = 11e-6
     alarm_s: float = 6e-6
@@ -64,11 +58,9 @@ class WorkCosts:
     """Check of a chunk for migration."""
     postponed_s: float = 3e-6
     packed_s: float = 17e-6
-    """Packing of an own batch."""
     batch_s: float = 2e-6
     """Transfer to the kernel."""
     packet_s: float = 0.6e-6
-    """Each packet of a batch."""
 
     def times(self, factor: float) -> WorkCosts:
         return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
@@ -76,7 +68,7 @@ class WorkCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Limits of the hosts; ``share`` is of a core."""
+    """Limits of the host processes: their satellites, ``share`` of a core, costs of work, and socket buffers."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
@@ -95,6 +87,8 @@ class _Held(NamedTuple):
 
 
 class _Inbox:
+    """Receive buffer of a satellite's socket; ``full_since_s``: time since which no turn has emptied it."""
+
     __slots__ = ("bytes", "full_since_s", "runs")
 
     def __init__(self) -> None:
@@ -131,7 +125,6 @@ class SimulatedHost:
         self._waiting: dict[SatelliteId, None] = {}
         self._rested_s = 0.0
         self.wake_s = 0.0
-        """Time of its next work."""
         self._left_s = 0.0
         self._working = False
         self._inboxes = {name: _Inbox() for name in machines}
@@ -212,7 +205,6 @@ class SimulatedHost:
         return self._now_s - self._behind_s
 
     def _is_due(self, its_s: float) -> bool:
-        """Return True if a time by its own clock has come, rounded as ``wake_s``."""
         return its_s + self._behind_s <= self._now_s
 
     def _wake(self, now_s: float) -> None:
@@ -220,6 +212,7 @@ class SimulatedHost:
             self.wake_s = min(self.wake_s, now_s)
 
     def _next_s(self, now_s: float) -> float:
+        """Return when the host next begins or ends a step; infinity if paused."""
         if not self._share:
             return math.inf
         if self._working:
@@ -318,7 +311,7 @@ class SimulatedHost:
         self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)))
 
     def _work(self, end_s: float) -> None:
-        """Do a piece of background work, then the next if time is left."""
+        """Do background work while time is left."""
         self._rested_s = self._now_s
         if not self._waiting or self._now_s >= end_s:
             return
@@ -355,6 +348,7 @@ class SimulatedHost:
         self._read(satellite, rounds * DEFAULT_SLOTS, self._its_now_s)
 
     def _read(self, satellite: SatelliteId, runs_left: int, began_s: float) -> None:
+        """Process a run from a satellite's socket, then the next, up to ``runs_left``; its answers follow."""
         inbox = self._inboxes.get(satellite)
         if inbox is None or not inbox.runs:
             return  # it has died since, and may be back
@@ -399,6 +393,7 @@ class SimulatedHost:
     # --- out ---
 
     def _after(self, satellite: SatelliteId) -> None:
+        """Charge and send a machine's packets, and set its timer."""
         machine = self.machines.get(satellite)
         if machine is None:
             return
@@ -459,7 +454,7 @@ class SimulatedHost:
 
 
 def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[SatelliteId, ...], ...]:
-    """Assign whole planes, as local plans do."""
+    """Return each host's satellites: whole planes, as in local plans."""
     planes: dict[int, list[SatelliteId]] = {}
     for satellite in satellites:
         planes.setdefault(satellite.plane, []).append(satellite)

@@ -32,18 +32,14 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
-"""Time to poll an empty socket: a thread wakes later."""
 _PLAIN_SPIN_US = 300
-"""Same for an answer whose process must first be woken."""
 _MAX_RECEIVES = 64
 _ANNOUNCE_EVERY_S = 1.0
-"""Interval of place announcements: a restarted host has forgotten it."""
 DRAIN_BYTES_PER_S = 400e6
-"""Rate that this side can certainly receive, beyond its buffer."""
 
 
 class FairLock:
-    """``OwnLock`` in turn: a thread that retakes it would keep all others out."""
+    """Lock that threads get in turn: with ``OwnLock`` alone, a thread that retakes it would keep all others out."""
 
     __slots__ = ("_gate", "_lock")
 
@@ -77,7 +73,6 @@ class _WaitingThread:
         self._wakes.acquire()
 
     def take(self, event: Finished) -> bool:
-        """Record an end. Return True if that ends the call."""
         self.finished[event.number] = event
         self.waiting.discard(event.number)
         return self.any_of_them or not self.waiting
@@ -89,7 +84,6 @@ class _WaitingThread:
         self._wakes.acquire(timeout=max(0.0, seconds) if seconds < threading.TIMEOUT_MAX else -1)
 
     def wake(self) -> None:
-        """Wake the thread. Hold the client's lock."""
         if self._wakes.locked():
             self._wakes.release()
 
@@ -153,9 +147,7 @@ class UdpClient:
 
     @property
     def lock(self) -> FairLock:
-        """Return the lock, held only while operations are begun. In a forked child it raises WrongProcess: both would
-        take each other's answers.
-        """
+        """Return the lock, held only while operations are begun; in a forked child it raises WrongProcess."""
         return self._lock
 
     @property
@@ -167,13 +159,11 @@ class UdpClient:
         return self._run(_WaitingThread(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
-        """Send and receive until any operation has ended, or ``until_s`` (of ``now_s``). An interruption cancels
-        all.
-        """
+        """Send and receive until any operation has ended, or ``until_s`` (of ``now_s``)."""
         return self._run(_WaitingThread(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Do a ``get``; a small, near value needs no operation."""
+        """Read a value into ``out``; a small, near value takes the fast path."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
@@ -200,7 +190,7 @@ class UdpClient:
         striping: Striping,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Do a ``put``; ``meanwhile`` runs while a small value's packets are under way."""
+        """Write a value; ``meanwhile`` runs while a small value's packets are under way."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
@@ -243,6 +233,7 @@ class UdpClient:
     # with the lock held.
 
     def _run(self, call: _WaitingThread) -> dict[int, Finished]:
+        """Wait for a call's operations, as leader or asleep. If interrupted, cancel them."""
         try:
             with self._lock:
                 self._look_at_wall_clock()
@@ -266,6 +257,7 @@ class UdpClient:
                 self._end(call)
 
     def _begin(self, call: _WaitingThread) -> None:
+        """Register a call and send what it needs; wake the leader if a timer is earlier now."""
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
         if self._place and time.monotonic() >= self._announce_s:
@@ -286,6 +278,7 @@ class UdpClient:
             self._wake_leader()
 
     def _end(self, call: _WaitingThread) -> None:
+        """Leave a call; another waiting thread becomes the leader, or a thread serves the timers of probes."""
         self._calls.pop(call, None)
         for number in call.waiting:
             self._waiting.pop(number, None)
@@ -300,6 +293,7 @@ class UdpClient:
             self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
 
     def _lead(self, call: _WaitingThread) -> None:
+        """Send, receive and serve timers for all calls, until ``call`` is over."""
         while True:
             with self._lock:
                 self._send_and_deliver()
@@ -315,6 +309,7 @@ class UdpClient:
                 self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
 
     def _send_and_deliver(self) -> None:
+        """Send packets, and give each ended operation to the call that waits for it."""
         machine = self.machine
         if machine.wants_to_send or self._backlog:
             self._send()
@@ -378,6 +373,7 @@ class UdpClient:
         self._close_sockets()
 
     def _send(self) -> None:
+        """Send the machine's bursts; what the kernel does not take yet waits in the backlog."""
         for batches in self.machine.bursts_to_send(self.now_s()):
             # Single packets (GETs) go out in one call for all satellites; each burst of SETs has its own call.
             first = 0

@@ -1,8 +1,7 @@
 """Satellites of a host over UDP: a socket each, and an event loop.
 
 This module moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in
-both directions, so that clients need no geometry. It measures the loop's lateness by timers, and by sockets never found
-empty. Postponed work runs when the loop is idle, and at least a fifth of the time.
+both directions, so that clients need no geometry. Postponed work gets at least a fifth of the time.
 """
 
 from __future__ import annotations
@@ -43,17 +42,14 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
-"""Factor of ``max_backlog_bytes`` beyond which nothing is forwarded."""
 _FIGURES_KEPT_S = 0.5
 PATIENCE_S = 0.05
 """Seconds beyond the round trip that a neighbour may be busy."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from a socket in turn, unless the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
 BACKGROUND_SHARE = 0.2
 MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
-"""Slice of background work, for which requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +80,6 @@ class HostSpec:
 
 
 class UdpSatellite:
-    """Machine, its socket, and unsent packets."""
-
     def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
         self.machine = machine
         self.sock = sock
@@ -106,7 +100,6 @@ class UdpSatellite:
             self.wait_to_send(unsent, endpoint)
 
     def wait_to_send(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Queue what the kernel did not take, within a bound."""
         if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
             self.machine.counters.add("packets_dropped", batch.count)
             return
@@ -183,7 +176,6 @@ class UdpHost:
             self.close()
             raise
         self.shortfall = next((satellite.sock.shortfall for satellite in self._satellites.values()), "")
-        """Message if the kernel did not grant the socket buffers."""
         if self._delays is not None:
             loop.add_reader(self._delays.fileno(), self._release_due)
         for satellite in self._satellites.values():
@@ -250,6 +242,7 @@ class UdpHost:
     # --- in ---
 
     def _readable(self, satellite: UdpSatellite) -> None:
+        """Process a bounded number of batches from a satellite's socket, then send its answers."""
         quiet, now_s = True, self.now_s()
         for _ in range(1 if self.lateness.is_late(now_s) else RECEIVE_ROUNDS):
             arrivals, served, forwarded = self._receive(satellite)
@@ -280,6 +273,7 @@ class UdpHost:
     def _terms(
         self, satellite: UdpSatellite, now_s: float
     ) -> tuple[native.PlainRequests, native.Transit | None] | None:
+        """Return what ``native`` needs to serve plain requests and packets in transit; None if it may not."""
         requests = satellite.machine.plain_requests(now_s)
         if requests is None:
             return None
@@ -289,7 +283,7 @@ class UdpHost:
     def _carried(
         self, satellite: UdpSatellite, served: list[native.Served], forwarded: list[native.Passed], now_s: float
     ) -> None:
-        """Account for served and forwarded runs; hand over or queue the rest."""
+        """Account for runs that ``native`` served or forwarded; hand over or queue what it could not send."""
         machine, address = satellite.machine, satellite.machine.config.address
         to_hand_over: dict[SatelliteId, list[native.Slot]] = {}
         if forwarded:
@@ -332,6 +326,7 @@ class UdpHost:
         return self.spec.everyone[link] if isinstance(link, SatelliteId) else cast(Endpoint, link)
 
     def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[native.Slot], now_s: float) -> None:
+        """Pass runs from another satellite of this host without a socket."""
         terms = self._terms(satellite, now_s)
         if terms is not None:
             runs, served, forwarded = satellite.sock.serve_runs(runs, source, *terms)
@@ -342,6 +337,7 @@ class UdpHost:
             self._after(satellite)
 
     def _arrive(self, satellite: UdpSatellite, runs: list[native.Run], endpoint: Endpoint) -> None:
+        """Give packets from an endpoint to a machine, after the delay, queue and faults of a beam."""
         source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)
         if self.spec.sight_at is not None and source is endpoint:
             runs = self._hear_places(runs, endpoint)
@@ -475,6 +471,7 @@ class UdpHost:
         return packets
 
     def _place_of(self, endpoint: Endpoint, latitude_deg: float, longitude_deg: float) -> None:
+        """Record a client's announced place."""
         place = f"{latitude_deg:.4f},{longitude_deg:.4f}"
         known = self._places.get(endpoint)
         if self.spec.sight_at is None or (known is not None and known[0] == place):

@@ -1,7 +1,7 @@
 """Socket that receives and sends whole batches.
 
-The default socket buffer holds some 25 datagrams, a block has 480: so 4 MiB are requested, and a smaller grant is
-reported. Network errors are only counted: the state machines retransmit.
+A block of 480 datagrams needs larger buffers than the default: 4 MiB are requested, and a smaller grant is reported.
+Network errors are only counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ Run = tuple[memoryview, int, Endpoint]
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
-"""Runs received in a call: 1 MiB, which stays in the processor's cache."""
 
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
 _MEMINFO = struct.Struct("=9I")

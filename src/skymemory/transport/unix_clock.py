@@ -1,10 +1,7 @@
 """Unix time of a process: a running clock that is never set, and the wall clock.
 
-``now_s`` never runs backwards and counts suspends, unlike ``CLOCK_MONOTONIC``. ``CLOCK_BOOTTIME`` may miss the pause of
-a virtual machine; the wall clock is then set forward.
-
-No computer knows if a wall clock was set rightly, and the constellation uses its start's time. So ``now_s`` continues
-unchanged; a process may follow ``wall_shift_s``, but only forward.
+``now_s`` never runs backwards and counts suspends, unlike ``CLOCK_MONOTONIC``. No computer knows if a wall clock was
+set rightly, so ``now_s`` continues unchanged; a process may follow ``wall_shift_s``, but only forward.
 """
 
 from __future__ import annotations
@@ -36,6 +33,8 @@ def boot_id() -> str:
 
 
 class UnixClock:
+    """Unix time on a clock that is never set; ``follow_wall`` alone may move it, forward."""
+
     def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
         self._wall = wall
         self._running = running

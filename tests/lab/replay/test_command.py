@@ -79,6 +79,7 @@ def test_the_generator_and_characters_and_a_table_for_people(door: Door, capsys:
     [
         ("refuses", "refused 429: too much to do"),
         ("breaks", "status 500: <html>oh no</html>"),
+        ("breaks-in-a-list", 'status 500: ["oh no"]'),
         ("hangs", "no token in time: within 0.4 s"),
         ("stalls", "no end of the answer in time: within 3 s"),
         ("cuts", "stream cut short: it ended without finish_reason or [DONE]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -70,6 +71,10 @@ def test_a_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -
         assert await source.endpoints() is None and "line 2" in said[0]
         path.unlink()
         assert await source.endpoints() is None and len(said) == 2
+        path.write_text("10.0.0.4:80\n")
+        with patch("skymemory.router.envoy.endpoints.read_text", side_effect=OSError(5, "Input/output error")):
+            assert await source.endpoints() is None
+        assert names(await source.endpoints()) == ["10.0.0.4:80"], "read again, although it has not changed"
         path.write_text("")
         assert await source.endpoints() == ()
 
@@ -84,5 +89,6 @@ def test_a_name_gives_every_address_and_one_that_is_gone_changes_nothing() -> No
         assert await NameSource("no-such-name.invalid:8000", said.append).endpoints() is None and said
 
     asyncio.run(run())
-    with pytest.raises(InvalidInput, match="NAME:PORT"):
-        NameSource("localhost", print)
+    for name_and_port in ("localhost", "localhost:²"):
+        with pytest.raises(InvalidInput, match="NAME:PORT"):
+            NameSource(name_and_port, print)

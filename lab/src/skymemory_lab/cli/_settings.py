@@ -32,10 +32,7 @@ def pair(value: object) -> tuple[int, int]:
 
 
 def token_ids(value: object) -> tuple[int, int]:
-    """Parse a range of token ids.
-
-    With fewer ids random prompts would share prefixes by chance: hits would be measured that the trace does not have.
-    """
+    """Parse a range of token ids, large enough that random prompts share no prefix by chance."""
     first, last = pair(value)
     if last - first + 1 < _LEAST_IDS:
         raise InvalidInput(f"{quoted(value)}: expected a range of at least {_LEAST_IDS}, such as [300, 1000]")

@@ -29,8 +29,8 @@ _SPEEDS = tuple(float(f"{10 ** (exponent / 3):.2g}") for exponent in range(3, 16
 _RATES = tuple(float(f"{10 ** (exponent / 2):.2g}") for exponent in range(14, 23))
 _LETTERS = {"compute": "C", "load": "L", "both": "B"}
 _TIMES = 12
+# Tokens per second of a processor, a small and a large accelerator, for 8 billion parameters.
 _GROUND_SPEEDS = (300.0, 3000.0, 30_000.0)
-"""Tokens per second of a processor, a small and a large accelerator, for 8 billion parameters."""
 Row = dict[str, Any]
 
 
@@ -292,6 +292,7 @@ def _draw(cells: list[BreakevenCell], engines: list[Measured], kv_bytes: int, pa
 
 
 def _edges(values: tuple[float, ...] | list[float]) -> list[float]:
+    # Return the borders of cells around ``values``, on a logarithmic axis.
     if len(values) == 1:
         return [values[0] / 2, values[0] * 2]
     middles = [math.sqrt(a * b) for a, b in pairwise(values)]

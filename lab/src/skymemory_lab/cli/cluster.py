@@ -275,6 +275,7 @@ def _spawn_supervisor(directory: Path) -> subprocess.Popen[bytes]:
 def _await_ready(
     directory: Path, supervisor: subprocess.Popen[bytes], timeout_s: float | None, gate: SignalGate, on_ray: bool
 ) -> ClusterState:
+    # Return the state once all services were healthy at once; None as timeout: wait while processes progress.
     from skymemory.testbed.liveness import MOST_S, StartWait
     from skymemory_lab.cluster.supervisor import log_tail, read_state
 
@@ -328,6 +329,7 @@ def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _sweep(directory: Path) -> None:
+    # Delete the files of an earlier run, but its logs.
     from skymemory_lab.cluster.supervisor import RUN_FILES
 
     for name in RUN_FILES:

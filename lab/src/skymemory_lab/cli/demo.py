@@ -154,7 +154,6 @@ def _add_route(subparsers: Subparsers) -> None:
     add(
         "--strategies",
         type=argument(_strategies),
-        default=(),
         metavar="A,B,…",
         help=f"strategies of the router (default: {','.join(_STRATEGIES)}; with --quick without precise)",
     )

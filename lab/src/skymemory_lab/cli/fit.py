@@ -146,10 +146,12 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Measured:
+    """Measured points; the flag is True if a point is held out from the fit."""
+
     model: str
     prefills: list[tuple[PrefillPoint, bool]]
     decodes: list[tuple[DecodePoint, bool]]
-    never: list[DecodeCell]
+    never: list[DecodeCell]  # batches whose answers never overlapped
     seconds: float
 
 
@@ -255,6 +257,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
 
 
 def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
+    # Return a reader of the engine's processor seconds for prefill and decoding.
     from skymemory_lab.replay.report import samples_of
 
     async def spent() -> tuple[float, float]:

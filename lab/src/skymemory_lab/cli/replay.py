@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ``InvalidInput`` for options that exclude or need each other; read no file."""
+    """Raise ``InvalidInput`` for options that exclude or need each other."""
     if (args.trace is None) == (args.workload is None):
         raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
@@ -132,15 +132,17 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _RunningReplay:
+    """Replay in progress, which can be reported even if interrupted."""
+
     args: argparse.Namespace
     plan: LoadPlan
     outcomes: list[ReplayOutcome]
     player: OpenLoopPlayer | None = None
     measure: TokensPerWord | None = None
     model: str = ""
-    before: EngineCounts | None = None
+    before: EngineCounts | None = None  # the engines' own counters
     after: EngineCounts | None = None
-    cut_at_s: float | None = None
+    cut_at_s: float | None = None  # time of the interruption
 
     def report(self) -> ReplayReport:
         from skymemory_lab.replay.prompts import reusable_share

@@ -1,26 +1,6 @@
 """Description of a serving cluster (``cluster.toml``): a store, instances by role, the router. Pure.
 
-name = "pd"
-
-[store]                          # exactly one of these three keys
-serve = "memory://1GiB"          # started with the cluster, for processes of one computer
-# address = "redis://cache:6379" # already running
-# constellation = ["--delay", "off"]   # `skymemory constellation up` with these options
-
-[[instances]]
-name = "prefill"
-role = "prefill"                 # prefill | decode | both
-# elastic = true                 # can do both; the router changes the role with the load, first this role
-engine = "skymemory"             # or vllm
-count = 2
-model = "small"
-port = 8101                      # port of the first instance; 0: any free
-options = ["--cache", "256MiB"]  # options of the engine
-resources = { CPU = 4, GPU = 1 } # resources of each instance, on Ray
-
-[router]
-listen = "127.0.0.1:8080"
-settings = { strategy = "least-ttft" }  # all of docs/reference/router.md but backends
+Example: docs/guide/disaggregated.md.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ def _pod(container: dict[str, Any], grace_s: int) -> dict[str, Any]:
 
 
 def _policy(description: ClusterDescription) -> Manifest:
+    # Return a policy by which only the router, or else the cluster's pods, reach the engines.
     engines = {_COMPONENT: "engine", _PART_OF: description.name}
     clients = {_PART_OF: description.name}
     if description.router is not None:

@@ -1,9 +1,4 @@
-"""Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node.
-
-Each instance has an actor, a ``Keeper``, which restarts an ended process. If its node or worker is lost, Ray restarts
-the keeper on any node; the router reads the new address from its settings file. Keepers are not detached: they end with
-the supervisor.
-"""
+"""Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node."""
 
 from __future__ import annotations
 
@@ -46,8 +41,7 @@ from skymemory_lab.cluster.supervisor import (
 LOST = "its node or its Ray worker was lost"
 _CONNECT_S = 30.0
 _LOOK_S = 0.25
-_ANSWER_S = 5.0
-"""Silence after which a keeper counts as unhealthy."""
+_ANSWER_S = 5.0  # silence after which a keeper counts as unhealthy
 _LOG_BYTES = 256 << 10
 
 Log = logging.getLogger("skymemory.cluster")
@@ -79,6 +73,8 @@ def check(description: ClusterDescription) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Look:
+    """State and new log of an instance."""
+
     keeper: str
     """Key, new after each start of the actor."""
     state: ServiceState
@@ -93,6 +89,12 @@ class SharedStore:
 
 
 class Keeper:
+    """Ray actor that runs an instance on its node, and restarts it.
+
+    If the node or worker is lost, Ray restarts the keeper on any node; the router reads the new address from its
+    settings file. Keepers are not detached: they end with the supervisor.
+    """
+
     def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
         import ray
 
@@ -204,6 +206,8 @@ def _served_store(store: str, directory: Path, host: str) -> tuple[Service, Shar
 
 
 class _Addresses:
+    """Present addresses of the instances, for the router's settings file."""
+
     def __init__(self, file: Path, description: ClusterDescription) -> None:
         self._file, self._description = file, description
         self.groups = {name: group for group in description.instances for name in group.names}
@@ -244,7 +248,7 @@ class _OnRay:
         self._log = log_path(directory, service.name)
         self._changed, self._stopping = on_changed, stopping
         self._keeper = ""
-        self._earlier = 0
+        self._earlier = 0  # restarts before the present keeper
         self._log_bytes = 0
 
     def run(self) -> None:

@@ -18,8 +18,10 @@ KINDS = ("store", "instance", "router")
 
 @dataclass(frozen=True, slots=True)
 class Service:
+    """Process of the cluster, started by the command line ``words``."""
+
     name: str
-    kind: str
+    kind: str  # one of ``KINDS``
     words: tuple[str, ...]
     address: str
     role: str = ""
@@ -28,10 +30,11 @@ class Service:
     health: str = ""
     """URL that answers 200, or ``unix://`` path of a socket; empty: ``address``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    ends_with_stdin: bool = True
+    ends_with_stdin: bool = True  # else it needs a guard process
 
 
 def ports_wanted(description: ClusterDescription) -> int:
+    """Return the number of free ports that ``services`` takes."""
     router = description.router
     unassigned = sum(group.count for group in description.instances if not group.port)
     return unassigned + (router is not None and not host_and_port(router.listen)[1])

@@ -43,8 +43,7 @@ GRACE_S = 10.0
 _LOOK_S = 0.1
 _CHECK_S = 1.0
 _CHECK_TIMEOUT_S = 3.0
-_MISSES = 3
-"""Failed checks that make a service unhealthy. It may be busy, so it is not ended."""
+_MISSES = 3  # failed checks that make a service unhealthy. It may be busy, so it is not ended.
 _TAIL_BYTES = 4096
 
 
@@ -59,16 +58,18 @@ class ServiceState:
     state: str = "waiting"
     """One of waiting, starting, healthy, unhealthy, restarting, ended."""
     pid: int | None = None
-    start: str = ""
+    start: str = ""  # start time of ``pid``, which may be reused
     restarts: int = 0
-    last_end: str = ""
+    last_end: str = ""  # exit code or signal of the last process
 
 
 @dataclass(slots=True)
 class ClusterState:
+    """State of a cluster, which its supervisor writes to a file."""
+
     name: str
-    pid: int
-    start: str
+    pid: int  # of the supervisor
+    start: str  # start time of ``pid``
     ready: bool = False
     """True once all services were healthy at once."""
     failure: str = ""
@@ -81,6 +82,8 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class RayPlan:
+    """Description of a cluster to run on Ray."""
+
     file: str
     address: str
     """Address; ``auto``: RAY_ADDRESS, or the cluster of this computer."""
@@ -88,6 +91,8 @@ class RayPlan:
 
 @dataclass(frozen=True, slots=True)
 class SupervisionPlan:
+    """Work of a supervisor process, passed in a file."""
+
     name: str
     services: tuple[Service, ...]
     constellation: str = ""
@@ -144,6 +149,8 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 
 class Supervisor:
+    """Supervisor that starts the store, then instances, then the router, and writes the cluster's state."""
+
     def __init__(self, directory: Path, plan: SupervisionPlan, make: Callable[..., Any] | None = None) -> None:
         self._directory = directory
         self._asked_to_stop = False
@@ -189,6 +196,7 @@ class Supervisor:
             self._changed()
 
     def _await_healthy(self, services: Sequence[Supervised]) -> bool:
+        # Return True once all are healthy, False if a service ended or ``stop`` was called.
         while not all(supervised.state.state == "healthy" for supervised in services):
             failed = next((supervised for supervised in self._supervised if supervised.state.state == "ended"), None)
             if failed is not None:
@@ -210,6 +218,8 @@ class Supervisor:
 
 
 class Supervised:
+    """Service's process: ``run`` starts and watches it, and restarts it if ``restarts``."""
+
     def __init__(
         self, service: Service, directory: Path, on_changed: Callable[[], None], stopping: threading.Event
     ) -> None:

@@ -52,6 +52,8 @@ class PromptRun:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
+    """Three ways to process the prompt at a link rate."""
+
     bytes_per_s: float
     ratio: float
     """Link rate over the rate at which loading and computing take equally long."""
@@ -84,7 +86,7 @@ class CakeRuns:
         self._steps: SpeedEstimate | None = None
 
     def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> PromptRun:
-        """Process the first ``tokens`` of the prompt, and a few more, up to the first new token."""
+        """Process ``tokens`` of the prompt, and a few more, up to the first new token."""
         # The limited link still owes bytes of the previous run, which would slow this run down.
         time.sleep(self.link.backlog_s)
         self.link.bytes_per_s = bytes_per_s
@@ -122,8 +124,7 @@ _PLANNED_SHARE = 0.8
 _PROBE_S = 1.5
 _MOST_PROBES = 12
 _PREPARING = "storing the prompt and computing it alone"
-_AROUND = 1.2
-"""Factor for the work between the runs, measured on two cores of an Intel Xeon."""
+_AROUND = 1.2  # factor for the work between the runs, measured on two cores of an Intel Xeon
 
 
 def run_cake(args: argparse.Namespace, progress: Progress) -> int:

@@ -1,7 +1,4 @@
-"""``skymemory demo cells``: a drive through a grid of base stations with continuous reads, in virtual time.
-
-The state machines are those of flight. A hop takes 1 ms, the radio 4 ms, each way, without queues.
-"""
+"""``skymemory demo cells``: a drive through a grid of base stations with continuous reads, in virtual time."""
 
 from __future__ import annotations
 
@@ -69,10 +66,7 @@ class Town:
         return side // 2 + 1
 
     def drive(self, seed: int, legs: int, speed_m_s: float) -> list[Stop]:
-        """Draw a drive, straight from one random place to the next.
-
-        Each leg is at least a kilometre, or a quarter of a smaller town.
-        """
+        """Draw a drive, straight from one random place to the next."""
         if legs < 1 or not 0 < speed_m_s < math.inf:
             raise InvalidInput(f"{legs} legs at {speed_m_s:g} m/s: expected at least one, and to move")
         draw = random.Random(seed)
@@ -90,6 +84,8 @@ class Town:
 
 @dataclass(frozen=True, slots=True)
 class DriveReport:
+    """Reads of a drive, and the bytes handed over between cells."""
+
     strategy: str
     reads: int
     hits: int
@@ -97,10 +93,10 @@ class DriveReport:
     median_ms: float
     p99_ms: float
     worst_ms: float
-    farthest_hops: int
-    crossings: int
+    farthest_hops: int  # from the user's cell to a server
+    crossings: int  # of borders between cells
     moved_bytes: int
-    least_bytes: int
+    least_bytes: int  # least possible ``moved_bytes``
 
 
 def run_drive(
@@ -172,10 +168,8 @@ def _delay_s(sender: Node, receiver: Node) -> float:
 
 SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
-_READ_S, _CHUNK_S = 0.0023, 44e-6
-"""Time of a read and of each chunk, on the reference computer."""
-_FARTHER = 1.7
-"""Factor for a value that stays: its chunks cross more cells."""
+_READ_S, _CHUNK_S = 0.0023, 44e-6  # time of a read and of each chunk, on the reference computer
+_FARTHER = 1.7  # factor for a value that stays: its chunks cross more cells
 
 
 def run_cells(args: argparse.Namespace) -> int:

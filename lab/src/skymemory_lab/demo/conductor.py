@@ -258,6 +258,8 @@ def _bars(counts: Sequence[int], step: int) -> str:
 
 @dataclass(slots=True)
 class Moment:
+    """Requests at each instance, and totals, at a time of the playback."""
+
     waiting: list[int]
     prefilling: list[int]
     decoding: list[int]

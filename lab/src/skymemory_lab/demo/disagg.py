@@ -40,12 +40,10 @@ from skymemory_lab.demo.estimate import format_took, say_estimate
 from skymemory_lab.demo.resources import contention, slowdown
 
 _NEW_TOKENS = 16
-_WAITS_S = 15.0
-"""Seconds that no processor shortens: processes that wait for each other."""
+_WAITS_S = 15.0  # seconds that no processor shortens: processes that wait for each other
+# Seconds of engine start, and of a request.
 _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 6.0, 58.0, 0.2, 3.0
-"""Seconds of engine start, and of a request."""
-_CHECKED = 3
-"""Requests that the prefill engine also answers alone."""
+_CHECKED = 3  # requests that the prefill engine also answers alone
 _PATIENCE_S = 300.0
 _QUESTIONS = (
     "How is a satellite started?",
@@ -56,10 +54,9 @@ _QUESTIONS = (
 )
 _COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
 _PROMPTS = "vllm:request_prompt_tokens_sum"
+# Counters of loaded tokens: vLLM's connector, or the project engine's prefix cache.
 _LOADED = ("vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total")
-"""Counters of loaded tokens: vLLM's connector, or the project engine's prefix cache."""
-_TTFT_TIMES = 2.5
-"""Promise of the burst over the slowest sequential first token."""
+_TTFT_TIMES = 2.5  # promise of the burst over the slowest sequential first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +72,8 @@ class Answer:
 class DisaggRow:
     prompt: str
     tokens: int
-    prefilled: int
-    moved: int
+    prefilled: int  # computed by the prefill engine
+    moved: int  # loaded by the decode engine
     decode_computed: int
     ttft_s: float
     tbt_s: float
@@ -149,6 +146,7 @@ def _prompts(count: int) -> Iterator[str]:
 
 
 def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[DisaggRow], bool]:
+    # Send requests to the router; return their rows, and True if the prefill engine alone answers the same.
     rows, same = list[DisaggRow](), True
     _send_prompt(url, "The first request takes longer. " * 40)
     # Rows are printed as they come. If they are too wide, a table cut between its columns is printed at the end.
@@ -201,6 +199,7 @@ def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tu
 
 
 def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, float]:
+    # Send ``count`` prompts at once; return how many were refused, and what the prefill engine computed.
     text = shipped_document()
     prompts = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
     for prompt in prompts[count:]:  # the router learns the engine's prefill speed

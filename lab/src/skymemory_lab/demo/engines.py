@@ -34,8 +34,7 @@ _FIND = """
 import importlib.util
 print(*(name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None), sep=" and no ", end="")
 """
-_FIND_S = 120.0
-"""Timeout for finding packages, on a busy computer with a cold disk."""
+_FIND_S = 120.0  # timeout for finding packages, on a busy computer with a cold disk
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

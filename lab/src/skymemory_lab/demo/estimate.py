@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from skymemory.progress import Progress, Wait
 
-_CORRECTED_FROM = 0.15
-"""Relative change from which a new estimate is printed."""
+_CORRECTED_FROM = 0.15  # relative change from which a new estimate is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +21,22 @@ class EstimatedPart:
 
 
 class Estimate:
+    """Seconds of a run's remaining parts, corrected by measured parts; ``spent_s`` passed before."""
+
     def __init__(self, parts: Iterable[EstimatedPart], *, spent_s: float = 0.0) -> None:
         self._waiting = list(parts)
-        self._ratios: dict[str, float] = {}
+        self._ratios: dict[str, float] = {}  # measured over estimated seconds, by kind
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)
 
     def seconds_of(self, name: str) -> float:
-        """Return the corrected seconds of the next part of this name.
-
-        Raises:
-            KeyError: no such part is waiting.
-        """
+        """Return the corrected seconds of the next part of this name."""
         for part in self._waiting:
             if part.name == name:
                 return self._corrected_s(part)
         raise KeyError(name)
 
     def on_part(self, name: str, seconds: float) -> None:
-        """Correct the waiting parts by the ``seconds`` of this part.
-
-        Raises:
-            KeyError: no such part is waiting.
-        """
+        """Correct the waiting parts by the ``seconds`` of this part."""
         for at, part in enumerate(self._waiting):
             if part.name == name:
                 del self._waiting[at]

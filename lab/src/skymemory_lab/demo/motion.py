@@ -38,10 +38,12 @@ from skymemory_lab.view.layout_map import LEGEND, OrbitFrame, render_frame
 
 @dataclass(slots=True)
 class ReadTally:
+    """Counts of a reader; ``right``: the value's bytes."""
+
     right: int = 0
     wrong: int = 0
     missed: int = 0
-    recomputed: int = 0
+    recomputed: int = 0  # missed values stored again
     refused: int = 0
     """Recomputed values that could not be stored yet."""
     recomputed_bytes: int = 0
@@ -359,8 +361,8 @@ class _Flight:
     colour: bool
     began_s: float
     """Start on the clock of satellites and clients (Unix time)."""
-    dead: HostShare | None = None
-    absent: int = 0
+    dead: HostShare | None = None  # host process that was killed
+    absent: int = 0  # values missed and not stored again yet
 
     def moves(self) -> Moves:
         return clock_of(self.plan).moves(time.time())

@@ -25,7 +25,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 async def service(name: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
     """Run ``skymemory WORDS``, and yield its first ``addresses`` printed addresses.
 
-    Its own session shields it from Ctrl-C. It ends with this process, by its standard input.
+    It ends with this process, by its standard input.
 
     Raises:
         SkyMemoryError: the command ended, or made no progress (``testbed.liveness``).

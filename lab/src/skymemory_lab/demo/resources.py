@@ -49,15 +49,13 @@ def _words(path: Path) -> list[str]:
 
 
 _LOOP, _LOOPS = 1_000_000, 4
-_REFERENCE_LOOP_S = 0.03
-"""Seconds of ``_LOOP`` additions on the reference computer."""
+_REFERENCE_LOOP_S = 0.03  # seconds of ``_LOOP`` additions on the reference computer
 
 
 def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the time of plain Python relative to the reference computer.
 
-    The least of several loops: a program that runs for a moment slows nothing. ``time.thread_time`` as ``clock``
-    ignores other processes.
+    ``time.thread_time`` as ``clock`` ignores other processes.
     """
     times_s = []
     for _ in range(_LOOPS):

@@ -60,13 +60,11 @@ OFFERED = 0.85
 """Offered share of what the engines can answer with nothing cached."""
 PROBE_TOKENS = 600
 _PROBES = 2
-_PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
-"""Limits below the time that the README promises."""
+_PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0  # limits below the time that the README promises
+# Parts of the requests, and characters per 512 generator tokens.
 _SHORTER = ((1, CHARACTERS_PER_BLOCK), (1, 64), (1, 48), (1, 32), (1, 24), (2, 24))
-"""Parts of the requests, and characters per 512 generator tokens."""
 _LEFT_OUT_FIRST = ("random", "least-load", "precise", "round-robin")
-_START_S, _ROUTER_S = 8.0, 1.2
-"""Seconds of the engines' start and of a router."""
+_START_S, _ROUTER_S = 8.0, 1.2  # seconds of the engines' start and of a router
 _TAIL = 1.4
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
@@ -94,8 +92,10 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    tokens_per_s: float
-    request_s: float
+    """Joint speed of the engines, with nothing cached."""
+
+    tokens_per_s: float  # of prompts
+    request_s: float  # for each answer
 
     def span_s(self, load: OfferedLoad) -> float:
         """Return the time in which to send ``load``, so that queues form but do not grow forever."""
@@ -174,6 +174,8 @@ async def metrics(client: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 class Stage:
+    """Running engines, and the results of each strategy."""
+
     def __init__(
         self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str]
     ) -> None:
@@ -191,6 +193,7 @@ class Stage:
             row.requests = requests
 
     async def measure(self, seed: int) -> Speed:
+        # Measure the engines with concurrent prompts: long with a token of answer, short with a whole answer.
         dice = random.Random(seed)
 
         async def send_probe(url: str, prompt_tokens: int, new_tokens: int) -> int:
@@ -230,6 +233,7 @@ class Stage:
         return [int(counter_values.get("vllm:time_to_first_token_seconds_count", 0)) for counter_values in counters]
 
     async def _watch(self, row: RouteRow, before: Sequence[int]) -> None:
+        # Show the engines' counters; ``before``: requests that each had answered earlier.
         while True:
             for at, url in enumerate(self.urls):
                 counters = await metrics(self.client, url)
@@ -413,8 +417,8 @@ class RouteRow:
     strategy: str
     requests: int
     answers: list[ReplayOutcome] = field(default_factory=list)
-    served: list[int] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)  # requests of each engine so far
+    loads: list[int] = field(default_factory=list)  # requests at each engine now
     seconds: float = 0.0
 
     @property

@@ -1,7 +1,4 @@
-"""Drawing of the animated demos: in place on a terminal, as plain lines otherwise.
-
-On the alternate screen a resize leaves no pieces of older frames.
-"""
+"""Drawing of the animated demos."""
 
 from __future__ import annotations
 
@@ -22,16 +19,11 @@ Draw = Callable[[int], Sequence[str]]
 
 LEAST_COLUMNS, LEAST_ROWS = 40, 12
 _INDENT = " " * 10
-_REDRAWN_PER_S = 4.0
-"""Redraws without a new frame, for resized terminals."""
+_REDRAWN_PER_S = 4.0  # redraws without a new frame, for resized terminals
 
 
 class Screen:
-    """A frame redrawn in place, or pictures at events and a line of figures every few seconds.
-
-    Attributes:
-        live: true if frames are drawn in place.
-    """
+    """Frame redrawn in place (``live``), or pictures at events and a line of figures every few seconds."""
 
     def __init__(
         self, stream: TextIO, began_s: float, line_every_s: float = 2.0, progress: Progress | None = None

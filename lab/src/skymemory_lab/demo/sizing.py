@@ -19,11 +19,9 @@ PLANNED_SHARE = 0.8
 """Share of the promised time: other programs may start meanwhile."""
 PROBED_TOKENS = 512
 DTYPES = {"bfloat16": 2, "float32": 4}
-_WORTH_LEAVING_16_BIT = 0.67
-"""Share of bfloat16's time below which float32 is used."""
+_WORTH_LEAVING_16_BIT = 0.67  # share of bfloat16's time below which float32 is used
 _TAIL_TOKENS = 12
-_STAYS_FREE_BYTES = 700 << 20
-"""Memory besides the weights."""
+_STAYS_FREE_BYTES = 700 << 20  # memory besides the weights
 CODECS = ("raw", "quanto8", "hqq8")
 
 
@@ -69,6 +67,8 @@ def shape_of(model: str) -> ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Size:
+    """Model, prompt tokens and generated tokens of a run."""
+
     shape: ModelSizes
     tokens: int
     new_tokens: int
@@ -87,16 +87,17 @@ class Size:
 class ComputerSpeeds:
     """Present speeds of this computer, for a layer of TinyLlama's shape."""
 
-    prefill_s: Mapping[str, float]
-    decode_s: Mapping[str, float]
-    build_s: float
-    digest_s: float
+    prefill_s: Mapping[str, float]  # of ``PROBED_TOKENS``, by data type
+    decode_s: Mapping[str, float]  # of a token, by data type
+    build_s: float  # of random weights
+    digest_s: float  # hash of weights in 16 bit
     slowdown: float
     threads: int
     free_bytes: int
 
 
 def sizes(shape: ModelSizes, *, quick: bool) -> Iterator[Size]:
+    """Yield the sizes to choose from, the largest first."""
     layers = [6, 4] if quick else [shape.layers, 16, 11, 8, 6, 4]
     most = 10 if quick else PAPER_NEW_TOKENS
     for new_tokens in dict.fromkeys((most, 20, 10)):
@@ -140,11 +141,10 @@ def seconds(speeds: ComputerSpeeds, size: Size) -> float:
 # Seconds of plain Python and small tensors on the reference computer, to be multiplied by ``slowdown``.
 _IDENTITY_S, _MANAGER_S = 0.8, 0.3
 _STORE_S, _READ_S, _ROTATE_S = 0.06, 0.12, 0.4
-_EXAMINED = 7
-"""Short passes by which a cache examines its model."""
+_EXAMINED = 7  # short passes by which a cache examines its model
 _TOKEN_S = 0.003
+# Factor for the work between the parts, the mean of eight conditions on two processors.
 _AROUND = 1.12
-"""Factor for the work between the parts, the mean of eight conditions on two processors."""
 _CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 

@@ -1,4 +1,4 @@
-"""Measurement of this computer's speed, in one or two seconds; imports torch."""
+"""Measurement of this computer's speed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from skymemory_lab.demo.resources import free_memory_bytes, slowdown, usable_cor
 from skymemory_lab.demo.sizing import DTYPES, PROBED_TOKENS, ComputerSpeeds
 
 _WIDTH = TINYLLAMA_SHAPE["hidden_size"]
-_SLICE_S = 0.06
-"""Least time of a measurement: many turns of the scheduler."""
+_SLICE_S = 0.06  # least time of a measurement: many turns of the scheduler
 _FEW_TOKENS = 64
 
 

@@ -1,4 +1,4 @@
-"""Measurements of ``skymemory demo``. Importing torch takes seconds."""
+"""Measurements of ``skymemory demo``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from skymemory_lab.demo.estimate import TimedRun
 from skymemory_lab.demo.sizing import CODECS, Size
 
 TAIL_TOKENS = 12
+# Table 3 of the paper: seconds of 30 tokens on a Jetson Nano without and with the cache.
 _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
-"""Table 3 of the paper: seconds of 30 tokens on a Jetson Nano without and with the cache."""
 _NAMES = {"raw": "none", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
 
 Say = Callable[[str], None]
@@ -63,6 +63,8 @@ class CodecRow:
 
 
 class _FirstToken:
+    """Streamer of transformers that notes the time of the first new token."""
+
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.first_s = 0.0
@@ -293,6 +295,7 @@ def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
 
 
 def _common(computed_tokens: list[int], sky_tokens: list[int]) -> int:
+    # Return the number of equal leading tokens.
     return next(
         (at for at, (a, b) in enumerate(zip(computed_tokens, sky_tokens, strict=False)) if a != b),
         min(len(computed_tokens), len(sky_tokens)),

@@ -1,7 +1,6 @@
 """`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation.
 
-The first computes a document's KV and is stopped; the second loads it. The openai client in vLLM's environment makes
-the requests.
+The first computes a document's KV and is stopped; the second loads it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from skymemory_lab.demo.engines import (
 from skymemory_lab.demo.estimate import format_took, say_estimate
 from skymemory_lab.demo.resources import contention, slowdown
 
-_SAVED_S = 6.0
-"""Wait before vLLM is stopped: values are stored after the answers."""
+_SAVED_S = 6.0  # wait before vLLM is stopped: values are stored after the answers
 _DOCUMENT_CHARACTERS = 4000
+# Seconds of model and constellation, of a server's start, and of its answers.
 _AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
-"""Seconds of model and constellation, of a server's start, and of its answers."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 
 

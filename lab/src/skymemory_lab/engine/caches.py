@@ -26,12 +26,12 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class OpenPrompt:
-    """Prompt being served; it keeps its manager open."""
+    """Prompt being served; while it exists, its salt's manager stays open."""
 
     manager: KVCManager
     salt: str
     cache: SkyCache
-    cached_tokens: int
+    cached_tokens: int  # leading tokens found in the prefix cache
 
 
 class PrefixCaches:
@@ -54,8 +54,8 @@ class PrefixCaches:
         self._store.on_evict = self._evicted
         self.on_events = on_events
         self._events: list[KVEvent] = []
-        self._held: dict[BlockHash, None] = {}
-        self._windowed: set[BlockHash] = set()
+        self._held: dict[BlockHash, None] = {}  # blocks of the model's first part, reported by events
+        self._windowed: set[BlockHash] = set()  # blocks of its further parts (layers with a sliding window)
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         # The size of a stored value (header and all layers), not of the tensors.
@@ -124,6 +124,7 @@ class PrefixCaches:
     def _record_stored_blocks(
         self, salt: str, ids: Tokens, chains: list[list[BlockHash]], missing: Sequence[int], blocks: range
     ) -> None:
+        # Publish those of the ``missing`` blocks that the store has now; record the other parts' ``blocks``.
         present = self._store.lookup(chains[0])
         added = [index for index in missing if present[index] is Presence.HIT]
         self._held.update(dict.fromkeys(chains[0][index] for index in added))
@@ -151,6 +152,7 @@ class PrefixCaches:
         self._store.close()
 
     def _manager(self, salt: str) -> KVCManager:
+        # Return the salt's manager; make it if needed, which may close idle managers.
         manager = self._managers.get(salt)
         if manager is None:
             manager = KVCManager(
@@ -173,6 +175,7 @@ class PrefixCaches:
             self._managers.pop(salt).close()
 
     def _evicted(self, key: bytes, value: bytes, place: Place | None) -> None:
+        # Called by the store.
         if key in self._windowed:
             self._windowed.remove(key)
             return
@@ -182,6 +185,7 @@ class PrefixCaches:
             self._events.append(BlockRemoved([event_hash(key)], MEDIUM))
 
     def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], added: Sequence[int]) -> None:
+        # Queue an event for each run of consecutive blocks in ``added`` (indices into ``hashes``).
         size = self.block_tokens
         for first, last in _runs(added):
             extra: list[tuple[str, ...] | None] | None = None
@@ -208,6 +212,7 @@ class PrefixCaches:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    # Return the first and last of each run of consecutive numbers.
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -41,6 +41,7 @@ class KVPublisher:
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
                 raise InvalidInput(f"KV events cannot be published at {address!r}: {error}") from error
+        # The addresses bound: the system replaces a wildcard port.
         self.at = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_at = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
         self._queue: queue.SimpleQueue[KVEventBatch | None] = queue.SimpleQueue()
@@ -94,7 +95,7 @@ MEDIUM = "GPU"
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block, the first with the salt."""
+    """Consecutive blocks of a prompt, now cached. ``extra_keys``: an entry per block, the first with the salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

@@ -36,16 +36,18 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """Prefill by another engine."""
+    """Prefill by another engine; this engine fetches its blocks from the shared store."""
 
     tokens: int | None = None
     """Tokens with stored blocks; None: still computing."""
-    wait_s: float | None = None
+    wait_s: float | None = None  # for the next block; None: the engine's setting
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    ids: npt.NDArray[np.int64] = field(repr=False)
+    """Parsed completion request."""
+
+    ids: npt.NDArray[np.int64] = field(repr=False)  # of the prompt
     max_tokens: int
     """Limit of generated tokens; prompt and answer fit into the context."""
     sampling: Sampling = Sampling()
@@ -66,7 +68,7 @@ class Generation:
     chat: bool = False
     request_id: str = ""
     remote_decode: bool = False
-    """True if another engine decodes."""
+    """True if another engine decodes: this engine only prefills."""
     remote_prefill: RemotePrefill | None = None
 
     def each(self) -> list[Generation]:
@@ -105,8 +107,7 @@ class Step:
         return self.finish is not None or self.error is not None
 
 
-_MIN_TEMPERATURE = 1e-5
-"""Limit below which decoding is greedy."""
+_MIN_TEMPERATURE = 1e-5  # limit below which decoding is greedy
 
 
 class Sampler:
@@ -213,15 +214,14 @@ class TextStream:
         self._keep_stop = keep_stop
         self._skip_special = skip_special
         self._ids: list[int] = []
-        self._window = 0
-        """First token to decode, for correct spaces."""
-        self._read = 0
-        self._held = ""
+        self._window = 0  # first token to decode, for correct spaces
+        self._read = 0  # tokens whose text was taken
+        self._held = ""  # text held back, as a stop string may begin in it
         self._may_stop = True
         self.stopped_by = ""
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Add a token; return the final text."""
+        """Add a token; return the text that later tokens cannot change, maybe empty."""
         self._may_stop = may_stop
         self._ids.append(token)
         before_text, after = self._decode(self._read), self._decode(len(self._ids))
@@ -243,6 +243,7 @@ class TextStream:
         return str(self._tokenizer.decode(self._ids[self._window : end], skip_special_tokens=self._skip_special))
 
     def _released(self, text: str, is_final: bool) -> str:
+        # Return the text that can be sent: cut at a stop string, and without an end that may begin a stop string.
         matches = [(text.find(stop), stop) for stop in self._stops if stop in text] if self._may_stop else []
         if matches:
             at, stop = min(matches)

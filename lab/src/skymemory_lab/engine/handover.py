@@ -1,7 +1,6 @@
 """Handover of prompts between engines through a store: one engine saves blocks while it prefills, another fetches them.
 
-``BlockFetcher`` waits outside the engine's thread and fills the engine's prefix cache. Late, lost and damaged blocks
-are recomputed: the store never changes an answer.
+Late, lost and damaged blocks are recomputed: the store never changes an answer.
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ from skymemory_lab.engine.generation import Generation
 from skymemory_lab.engine.metrics import PublishedMetrics
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
-_BATCH_BYTES = 4 << 20
-"""Bytes of one store call."""
+_BATCH_BYTES = 4 << 20  # bytes of one store call
 _AHEAD_BLOCKS = 256
 _FETCH_THREADS = 4
 _LEAST_CALL_S = 1.0
-_STORED_S = 0.5
-"""Time limit for a block reported as stored."""
-_MOST_OFFERS = 4096
-"""Limit of queued offers, whose blocks are leased."""
+_STORED_S = 0.5  # time limit for a block reported as stored
+_MOST_OFFERS = 4096  # limit of queued offers, whose blocks are leased
 _LATE = (
     "%d of %d blocks did not come within %g s, and are computed: the engine that prefills must have the same model, "
     "data type, --block-tokens and --store"
@@ -54,21 +50,25 @@ class EngineTurns(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
+    """Progress of saving a request's blocks to the shared store."""
+
     eager: bool = False
     """True: save after each prefill step."""
     offered: int = 0
-    """Leading blocks; used only in the engine's thread."""
+    """Leading blocks queued so far; used only in the engine's thread."""
     stored: int = 0
-    """Leading blocks; written only by the saver's thread."""
-    ended: Future[int] = field(default_factory=Future)
+    """Leading blocks stored; written only by the saver's thread."""
+    ended: Future[int] = field(default_factory=Future)  # with the final ``stored``
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
+    """Queued request to save a prompt's blocks from ``first`` on."""
+
     outgoing: Outgoing
-    chains: list[list[BlockHash]]
+    chains: list[list[BlockHash]]  # of the whole prompt, for each part of the model (layers with the same window)
     first: int
-    tickets: list[LoadTicket]
+    tickets: list[LoadTicket]  # leases of the blocks in the prefix cache, until they are saved
 
 
 class BlockSaver:
@@ -87,7 +87,7 @@ class BlockSaver:
         self._thread.start()
 
     def offer(self, chains: list[list[BlockHash]], outgoing: Outgoing) -> None:
-        """Queue the prompt's new blocks. Called in the engine's thread."""
+        """Lease the prompt's new blocks in the cache and queue them for saving. Called in the engine's thread."""
         first = outgoing.offered
         if len(chains[0]) <= first:
             return
@@ -100,6 +100,7 @@ class BlockSaver:
         outgoing.offered = len(chains[0])
 
     def end(self, outgoing: Outgoing) -> None:
+        """Resolve ``outgoing.ended`` once all queued offers are saved."""
         try:
             self._queue.put_nowait(outgoing)
         except queue.Full:
@@ -113,7 +114,7 @@ class BlockSaver:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, Outgoing):
+            if isinstance(item, Outgoing):  # from ``end``; its offers precede it in the queue
                 item.ended.set_result(item.stored)
                 continue
             saved = 0
@@ -121,7 +122,7 @@ class BlockSaver:
                 if time.monotonic() < self._drain_until_s:
                     saved = self._save(item)
             except ValueTooLarge as error:
-                if not self._too_large:
+                if not self._too_large:  # every block of the model is too large: log only once
                     _LOG.warning("blocks are not saved: %s", error)
                 self._too_large = True
             except TIER_FAILURES as error:
@@ -185,7 +186,7 @@ class BlockFetcher:
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="block fetcher")
 
     async def load_blocks(self, generation: Generation) -> None:
-        """Load the stored blocks; if another engine prefills, until a block is late."""
+        """Load the prompt's stored blocks; if another engine prefills it, wait until a block is late."""
         caches, remote = self._caches, generation.remote_prefill
         chains, at = await asyncio.wrap_future(
             self._engine.call(lambda: caches.find_cached_blocks(generation.salt, generation.ids))
@@ -208,7 +209,7 @@ class BlockFetcher:
     async def _load_blocks_from(
         self, generation: Generation, chains: list[list[BlockHash]], at: int, expected: int, wait_s: float
     ) -> bool:
-        """Load blocks; return False if the first ``expected`` did not arrive in time."""
+        """Load blocks from ``at`` on; return False if the first ``expected`` did not arrive in time."""
         progress_s, pauses = time.monotonic(), Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
         while at < len(chains[0]):
             count = await self._next(generation, chains, at)

@@ -1,7 +1,4 @@
-"""HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics and /health.
-
-Every error has its API's format.
-"""
+"""HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics, /health."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
 _MAX_WORDS = 300
 JSON = "application/json; charset=utf-8"
-_LARGE_BODY_BYTES = 32 << 10
-"""Size above which a body is parsed in a thread, not to delay streams."""
+_LARGE_BODY_BYTES = 32 << 10  # size above which a body is parsed in a thread, not to delay streams
 _LOG = logging.getLogger(__name__)
 _NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
@@ -59,8 +55,8 @@ class OpenAIServer:
         fetcher: BlockFetcher | None = None,
         wait_s: float = 0.0,
     ) -> None:
-        """``event_sources``: endpoints of the KV events by rank, with vLLM's names. ``wait_s``: time limit for a
-        prefill's blocks to be stored.
+        """``event_sources``: endpoints of the KV events by rank. ``wait_s``: time limit for a prefill's blocks to be
+        stored.
         """
         self._fetcher = fetcher
         self._block_tokens = engine.block_tokens
@@ -178,6 +174,7 @@ class OpenAIServer:
             self._engine.cancel(*jobs)
 
     async def _submit(self, generation: Generation, jobs: Sequence[EngineJob]) -> None:
+        # Queue the jobs, after loading the prompt's stored blocks into the prefix cache.
         if self._fetcher is None:
             self._engine.submit(*jobs)
             return
@@ -202,6 +199,7 @@ class OpenAIServer:
         steps: _Steps,
         events: _Events,
     ) -> web.StreamResponse:
+        # Send ``first``, then the other steps of all choices, as server-sent events.
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
@@ -326,6 +324,8 @@ def event(content: dict[str, object]) -> bytes:
 
 
 class _Events:
+    """Encoder of server-sent events, in OpenAI's format or translated to the Responses or Messages API."""
+
     def __init__(self, translation: StreamTranslation | None) -> None:
         self._made = translation
 
@@ -342,6 +342,8 @@ class _Events:
 
 
 class ResponseBuilder:
+    """Builder of the OpenAI response objects of one request."""
+
     def __init__(self, model: str, generation: Generation) -> None:
         self._model = model
         self._chat = generation.chat
@@ -368,7 +370,10 @@ class ResponseBuilder:
     def chunk(
         self, index: int, step: Step, logprobs: Sequence[TokenLogprob], first: bool, so_far: Sequence[Step] = ()
     ) -> dict[str, object]:
-        """Return a chunk with the unsent ``logprobs``. ``so_far``: each choice's latest step, for the usage."""
+        """Return a stream chunk of choice ``index``, with its unsent ``logprobs``.
+
+        ``first``: its first chunk. ``so_far``: each choice's latest step, to add the usage.
+        """
         content: dict[str, object]
         if self._chat:
             content = {"delta": {"role": "assistant", "content": step.text} if first else {"content": step.text}}
@@ -382,7 +387,7 @@ class ResponseBuilder:
         return self._object(self._chunk_kind, [], usage=self.usage(lasts))
 
     def usage(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """Return the usage; the prompt counts once."""
+        """Return the token usage from each choice's last step; the prompt counts once."""
         generated = sum(step.completion_tokens for step in lasts)
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -397,7 +402,7 @@ class ResponseBuilder:
         if self._chat:
             return {"content": [_of_chat(token) for token in tokens]}
         offsets = []
-        offset = self._offsets.get(index, 0)
+        offset = self._offsets.get(index, 0)  # characters of this choice sent in earlier chunks
         for token in tokens:
             offsets.append(offset)
             offset += len(token.token)

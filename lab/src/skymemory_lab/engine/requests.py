@@ -75,6 +75,7 @@ class ChatBody(_Body, kw_only=True):
     continue_final_message: bool | None = None
 
 
+# Unsupported fields that would change the answer, with the accepted values (no effect).
 _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     # OpenAI's
     "best_of": (1,),
@@ -119,21 +120,17 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
 }
-"""Unsupported fields that would change the answer, with the accepted values (no effect).
-
-All other unsupported fields are ignored.
-"""
 
 
 class _TransferParams(msgspec.Struct):
-    """Fields of vLLM's proxies; the ``sky_…`` fields are ours."""
+    """Request field by which a proxy has an engine prefill and another decode: vLLM's, but ``sky_…`` are ours."""
 
     do_remote_decode: bool = False
     """True to prefill only."""
-    do_remote_prefill: bool = False
+    do_remote_prefill: bool = False  # fetch the blocks of another engine
     sky_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """Stored tokens; absent: not known yet."""
-    sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None
+    sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None  # time limit for the next block
 
 
 _TRANSFER = "kv_transfer_params"
@@ -156,7 +153,7 @@ class RequestReader:
         saves: bool = False,
         loads: bool = False,
     ) -> None:
-        """``saves``, ``loads``: blocks for others, or theirs."""
+        """``saves``, ``loads``: True if the engine saves blocks for other engines, or loads theirs."""
         self._saves = saves
         self._loads = loads
         self.model = model
@@ -221,6 +218,7 @@ class RequestReader:
         )
 
     def _transfer(self, transfer_params: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
+        # Parse ``kv_transfer_params``; return True if another engine decodes, and the prefill by another engine.
         if transfer_params is None:
             return False, None
         # vLLM's proxies send fields of other connectors as null: treat these as absent.

@@ -51,9 +51,9 @@ class EngineSettings:
     block_tokens: int = 16
     policy: str = "lru"
     dtype: str = "float32"
-    threads: int = 1
-    context_tokens: int | None = None
-    max_running: int = 8
+    threads: int = 1  # of torch
+    context_tokens: int | None = None  # None: the model's
+    max_running: int = 8  # answers decoded at once
     max_waiting: int = 256
     kv_events: str | None = None
     """ZeroMQ endpoint; ``kv_replay`` is for missed batches."""
@@ -87,6 +87,8 @@ class EngineSettings:
 
 
 class Engine:
+    """Model, prefix cache, engine thread and HTTP application, joined as ``settings`` say."""
+
     def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
         # Before the model is loaded, so that an error shows quickly.
         self.store: Store | None = open_store(settings.store) if settings.store else None
@@ -261,7 +263,7 @@ def _context(ready: ReadyModel, context_tokens: int | None) -> int:
 
 
 def _warm(ready: ReadyModel, context_tokens: int) -> None:
-    """Run a prefill: the first is slow."""
+    """Run a prefill, as the first is slow."""
     ids = torch.zeros((1, min(PREFILL_TOKENS, context_tokens)), dtype=torch.long, device=ready.model.device)
     with torch.inference_mode():
         ready.model(input_ids=ids)
@@ -307,6 +309,7 @@ def _forked(
     write_end: int,
     say: Callable[[str], None],
 ) -> int:
+    # Fork the engine of ``listeners[at]``; return its pid. By the pipe it notices the parent's end.
     pid = os.fork()
     if pid:
         return pid

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class EngineJob:
-    """Choice of a request; ``on_step`` is called in the engine's thread."""
+    """Work of computing an answer (a choice of a request); ``on_step`` is called in the engine's thread."""
 
     generation: Generation
     on_step: Callable[[Step], object]
@@ -41,10 +41,12 @@ class EngineJob:
 
 @dataclass(slots=True, eq=False)
 class _Running:
+    """Job in prefill or decoding."""
+
     job: EngineJob
     sequence: Sequence
     began_s: float
-    prefill_s: float | None = None
+    prefill_s: float | None = None  # from ``began_s`` to the first token
 
 
 class QueueFull(Exception):
@@ -81,8 +83,7 @@ class EngineThread:
         self._waiting: deque[EngineJob] = deque()
         self._prefilling: _Running | None = None
         self._running: list[_Running] = []
-        self._fetching = 0
-        """Requests that wait for another engine's blocks."""
+        self._fetching = 0  # requests that wait for another engine's blocks
         self._calls: deque[Callable[[], object]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -108,7 +109,7 @@ class EngineThread:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Reserve a place in the queue.
+        """Reserve a place in the queue while the request's blocks are fetched.
 
         Raises:
             QueueFull: no place is left.
@@ -220,6 +221,7 @@ class EngineThread:
                 self._guarded(running, self._abandon)
 
     def _prefill(self) -> None:
+        # Compute a chunk of the current prompt, or of the next job's.
         if self._prefilling is None and len(self._running) < self._max_running:
             with self._change:
                 job = self._waiting.popleft() if self._waiting else None
@@ -229,6 +231,7 @@ class EngineThread:
             self._guarded(self._prefilling, self._prefill_more)
 
     def _begin(self, job: EngineJob) -> None:
+        # Look up the job's prompt in the prefix cache and make it the current prefill.
         # ``skymemory fit`` measures thread time, which other load does not change; wall time is what users see.
         thread_started_s, started_s = time.thread_time(), time.perf_counter()
         try:
@@ -242,6 +245,7 @@ class EngineThread:
         self._prefilling = _Running(job, sequence, started_s)
 
     def _prefill_more(self, running: _Running) -> None:
+        # Compute a chunk of the prompt; after the last, report the first token and move the job to decoding.
         started_s = time.thread_time()
         step = running.sequence.prefill(PREFILL_TOKENS)
         self._metrics.spent(prefill_s=time.thread_time() - started_s)
@@ -260,6 +264,7 @@ class EngineThread:
             self._keep(running)
 
     def _keep(self, running: _Running) -> None:
+        # Put the blocks computed so far into the prefix cache and queue them for the shared store.
         chains = self._caches.keep(running.sequence.prompt)
         if self._saver is not None and chains:
             self._saver.offer(chains, running.job.outgoing)
@@ -271,6 +276,7 @@ class EngineThread:
         self._emit(running, step)
 
     def _emit(self, running: _Running, step: Step) -> None:
+        # Report a step to the job; on the last step, cache its blocks and end it.
         self._metrics.generated()
         if not step.last:
             running.job.on_step(step)
@@ -289,6 +295,7 @@ class EngineThread:
             )
 
     def _abandon(self, running: _Running) -> None:
+        # End a cancelled job, whose client has disconnected.
         self._forget(running)
         self._metrics.on_request_end("abort")
         self._count_prefill(running)
@@ -320,14 +327,13 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return frozenset([eos] if isinstance(eos, int) else eos or ())
 
 
-_MIN_LOGPROB = -9999.0
-"""Lowest log-probability: JSON has no infinity."""
+_MIN_LOGPROB = -9999.0  # lowest log-probability: JSON has no infinity
 
 
 class Sequence:
-    """Request in the model: call ``prefill`` until it returns a step, then ``decode`` until a step is the last.
+    """Answer in the model: call ``prefill`` until it returns a step, then ``decode`` until a step is the last.
 
-    Used only in the engine's thread.
+    Used only in the engine's thread. ``eos``: tokens that end an answer.
     """
 
     def __init__(
@@ -358,7 +364,7 @@ class Sequence:
         return self._prefilled + max(0, self.generated - 1)
 
     def prefill(self, at_most: int) -> Step | None:
-        """Compute up to ``at_most`` prompt tokens; return the first step after the last."""
+        """Compute up to ``at_most`` prompt tokens; after the prompt's last, return the first step."""
         ids = self._generation.ids[self._prefilled : self._prefilled + at_most]
         logits = self._forward(torch.from_numpy(ids)[None])
         self._prefilled += len(ids)
@@ -376,6 +382,7 @@ class Sequence:
         return logits
 
     def _next(self, logits: torch.Tensor) -> Step:
+        # Sample the next token; return its step, the last at an end token, a stop string or the token limit.
         self._last_token = token = self._sampler.sample(logits)
         self.generated += 1
         logprob = None if self._generation.logprobs is None else self._logprob(logits, self._generation.logprobs)

@@ -20,8 +20,7 @@ from skymemory_lab.replay.report import REFUSALS, ReplayOutcome, ResponseStatus
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
 """Optional fields, most first: some servers refuse fields unknown to OpenAI."""
-_AFTER_DONE_S = 1.0
-"""Time to read on after ``[DONE]``, so that the connection can be reused."""
+_AFTER_DONE_S = 1.0  # time to read on after ``[DONE]``, so that the connection can be reused
 _WORDS_OF_ERROR = 300
 
 Clock = Callable[[], float]
@@ -29,10 +28,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """Endpoint, and options of each request."""
+
     url: str
     model: str
     chat: bool = False
-    patience_s: float = 300.0
+    patience_s: float = 300.0  # for a whole answer
     features: dict[str, Any] = field(default_factory=lambda: FEATURES[0])
 
     @property
@@ -143,6 +144,7 @@ class Client:
             raise SkyMemoryError(f"{url} lists no models as OpenAI's endpoints do") from error
 
     async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, fields: dict[str, Any]) -> None:
+        # Post the body and read the answer; ``fields`` receives the outcome's status code and end.
         async with self._session.post(
             self.target.endpoint,
             data=body,
@@ -177,7 +179,7 @@ class _Refused(Exception):
 async def _words(answer: aiohttp.ClientResponse) -> str:
     """Return an error's message, or the start of another body."""
     text = (await answer.content.read(1 << 16)).decode(errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         body = json.loads(text)
         error = body.get("error", body)
         text = str(error["message"] if isinstance(error, dict) else error)
@@ -202,10 +204,7 @@ class BadAnswer(ValueError):
 
 
 class AnswerReader:
-    """Parser of a streamed answer: call ``feed`` with its bytes as they arrive, then ``close``.
-
-    It counts chunks with text, or with half of a character; not a chat's first, which some servers send early.
-    """
+    """Parser of a streamed answer: call ``feed`` with its bytes as they arrive, then ``close``."""
 
     def __init__(self) -> None:
         self.first_s = math.nan
@@ -281,6 +280,7 @@ class AnswerReader:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
+    # Return True for a chunk with text or half of a character; not for a chat's first, which may come early.
     delta = choice.get("delta")
     if isinstance(delta, dict):
         has_content = any(

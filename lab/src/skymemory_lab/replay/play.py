@@ -17,8 +17,7 @@ from skymemory_lab.replay.prompts import PROBE_WORDS, PlannedRequest, Prompt, To
 from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus
 
 AHEAD = 64
-_SPARE_S = 0.03
-"""Time before a due request in which no body is built."""
+_SPARE_S = 0.03  # time before a due request in which no body is built
 _TICK_S = 0.02
 _PROBE_ANSWER = 2
 
@@ -96,6 +95,7 @@ class OpenLoopPlayer:
         return sum(until_s - max(since_s, due_s) for since_s, until_s in self._full)
 
     async def _until(self, due_s: float) -> None:
+        # Wait until ``due_s``; meanwhile make bodies of later requests.
         while len(self._bodies) < AHEAD and self._made < len(self._requests) and self.clock() < due_s - _SPARE_S:
             self._make_one()
             await asyncio.sleep(0)  # chunks are read between any two bodies; otherwise they would appear late
@@ -113,6 +113,7 @@ class OpenLoopPlayer:
         self._made += 1
 
     async def _watch(self) -> None:
+        # Sample how late the event loop wakes.
         while True:
             started_s = time.perf_counter()
             await asyncio.sleep(_TICK_S)

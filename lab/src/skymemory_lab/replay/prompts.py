@@ -1,7 +1,4 @@
-"""The load plan and its prompts: equal block ids give equal text in the same place.
-
-A block begins with its number in words, so that short blocks differ too; its other words are random.
-"""
+"""The load plan and its prompts: equal block ids give equal text in the same place."""
 
 from __future__ import annotations
 
@@ -19,6 +16,8 @@ PROBE_WORDS = 600
 
 @dataclass(frozen=True, slots=True)
 class TokensPerWord:
+    """Relation of tokens and words, as measured at the endpoint."""
+
     tokens_per_word: float
     added_tokens: float = 0.0
     """Tokens added to every prompt (BOS, chat template)."""
@@ -174,6 +173,7 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
+        """Return about ``count`` numbers: those of the blocks, of the last as many as remain."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)

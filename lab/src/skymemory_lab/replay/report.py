@@ -16,9 +16,9 @@ REFUSALS = frozenset({429, 503})
 
 class ResponseStatus(StrEnum):
     COMPLETED = "completed"
-    REFUSED = "refused"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
+    REFUSED = "refused"  # status 429 or 503
+    FAILED = "failed"  # no complete answer, or another status
+    INTERRUPTED = "interrupted"  # cancelled with the replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class ReplayOutcome:
     retry_after_s: float | None = None
     error: str = ""
     """Kind of fault, colon, details."""
-    whole: bool = True
+    whole: bool = True  # the stream ended with [DONE]
     held_up_s: float = 0.0
-    """Part of ``late_s`` due to the limit."""
+    """Part of ``late_s`` due to the concurrency limit."""
 
     @property
     def late_s(self) -> float:

@@ -35,13 +35,12 @@ MBIT_BYTES = 125_000
 PAPER_MBIT = (2_000, 5_000, 10_000)
 CODECS = {"raw": 1.0, "8 bit": 1.95, "CacheGen": 7.97}
 """Transfer speed-up of each codec, as the paper measured it (section 5.4)."""
-_KNOWN = 3
-"""Number of warm-up prompts."""
+_KNOWN = 3  # number of warm-up prompts
 
 
 @dataclass(frozen=True, slots=True)
 class CakeRun:
-    """Seconds to the complete prompt; ``hindsight_s`` with the best split."""
+    """Seconds to the complete prompt: computed alone, loaded alone, by Cake, and with the best split in hindsight."""
 
     compute_s: float
     load_s: float
@@ -129,11 +128,11 @@ GPUS = (A100, H100)
 SHARES = (0.1, 0.5, 0.9)
 _32K, _16K, _14K, _9K = 32_768, 16_384, 14_336, 9_216
 _LENGTHS = (2_048, 4_096, 8_192, 12_288, 16_384, 20_480, 24_576, 28_672, 32_768)
+# LongAlpaca-13B, scaled by the ratios of weights and of layers × width.
 _13B = A100.for_larger_model("A100", 13.0 / 6.74, (40 * 5120) / (32 * 4096))
-"""LongAlpaca-13B, scaled by the ratios of weights and of layers × width."""
 _13B_TOKEN_BYTES = 2 * 40 * 5120 * 2
+# GB/s, from the paper's section 3 (which equates 20 Gbit/s with 3 GB/s).
 _DEVICES = {"HDD": 0.2, "SATA SSD": 0.6, "NVMe SSD": 3.0, "network, 20 Gbit/s": 2.5}
-"""GB/s, from the paper's section 3 (which equates 20 Gbit/s with 3 GB/s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,6 @@ def figure_2() -> Reproduction:
 
 
 def figure_3() -> Reproduction:
-    """Return the time of each 512-token step of 32k tokens, and the KV cache's size after it."""
     steps = range(0, _32K, PAPER_STEP_TOKENS)
     rows = tuple(
         (
@@ -321,6 +319,7 @@ def _row(panel: str, gpu: str, tokens: int, mbit: int, grain: object, run: CakeR
 
 
 def _parts(tokens: int) -> dict[tuple[float, int, str], CakeRun]:
+    # Return runs by the A100's share, Mbit/s and codec.
     return {
         (share, mbit, codec): cake_run(A100, share, tokens, mbit, codec)
         for share in SHARES

@@ -42,7 +42,7 @@ NO_CHECKOUT = "— (runs are kept in a checkout of the repository)"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Claim as its document states it, and our three values, or instead a reason: "— (…)"."""
+    """Claim as its document states it (``paper``), and our three values, or instead a reason: "— (…)"."""
 
     key: str
     document: str
@@ -113,6 +113,7 @@ def _across() -> str:
 
 
 def _near_neighbours() -> str:
+    # Return the least satellites per plane with links under 2 ms.
     shell, count = _starlink(), 2
     while (
         Shell(shell.planes, count, shell.altitude_m, shell.inclination_deg).chord_m(1, 0) >= 2e-3 * SPEED_OF_LIGHT_M_S
@@ -341,6 +342,8 @@ _MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
 
 
 def _saved(than: str, *, full_share: bool, part: str) -> str:
+    # Return how much Cake saves of computing or loading alone (``than``) in the kept measurements. ``full_share``: only
+    # those with whole steps for the prompt, else all others. ``part``: least, most or mean.
     saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == full_share]
     value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
     return f"{value:.1f} % (CPU, {len(saved)} other settings)"
@@ -405,7 +408,7 @@ _MOONCAKE_COMMAND = "skymemory reproduce mooncake --trace conversation_trace.jso
 
 
 def _mooncake() -> Iterator[Claim]:
-    """Yield the claims of the kept run, which takes twenty minutes."""
+    """Yield the claims of the kept run, from its page."""
     document = "Mooncake"
     if DOCS is None:
         yield Claim(

@@ -18,12 +18,13 @@ from skymemory_lab.view.figures import DISCLOSURE, FIGURES, TABLES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Table 3 of the paper: seconds for 30 tokens without and with the cache.
 _PUBLISHED_S = {"quanto8": ("Optimum Quanto", 6.2, 4.9), "hqq8": ("HQQ", 10.2, 7.8)}
-"""Table 3 of the paper: seconds for 30 tokens without and with the cache."""
 TABLE_3_COMMAND = "skymemory demo"
 
 
 def _table_3() -> Numbers:
+    # Return the paper's table 3 beside the kept run of our demo.
     path = None if DOCS is None else DOCS / "benchmarks" / "table_3.json"
     if path is None or not path.is_file():
         raise InvalidInput(

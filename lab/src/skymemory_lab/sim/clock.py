@@ -12,6 +12,8 @@ Event = Callable[[float], None]
 
 
 class Clock:
+    """Simulated time, and its scheduled events."""
+
     def __init__(self) -> None:
         self.now_s = 0.0
         self._due: list[tuple[float, int, Event]] = []

@@ -1,7 +1,6 @@
 """The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-Each server answers after the one-way delay plus the processing of its chunks; the slowest counts. Settings are from the
-authors' published script, not their table 2 (2..21 MB, 160..2000 km).
+Settings are from the authors' published script, not their table 2 (2..21 MB, 160..2000 km).
 """
 
 from __future__ import annotations
@@ -60,6 +59,8 @@ class LatencySetting:
 
 
 class SweepPoint(NamedTuple):
+    """Point of figure 16: latency of the slowest server."""
+
     parameter: Parameter
     value: float
     strategy: Strategy
@@ -67,6 +68,8 @@ class SweepPoint(NamedTuple):
 
 
 class ModelledClaim(NamedTuple):
+    """Conclusion of the paper, beside its model's result."""
+
     what: str
     paper: str
     model: str
@@ -74,11 +77,13 @@ class ModelledClaim(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    # Return each server's distance from the centre, in slots and in planes.
     cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
 
 def server_latencies_s(setting: LatencySetting) -> NDArray[np.float64]:
+    """Return each server's latency: the one-way delay plus the processing of its chunks."""
     d_slot, d_plane = _offsets(setting.strategy, setting.servers)
     d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
     d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)

@@ -50,6 +50,7 @@ class LinkTrace:
         return cls((0.0,), (bytes_per_s,), latency_s)
 
     def finish_s(self, start_s: float, size_bytes: float) -> float:
+        """Return the end of a transfer that starts at ``start_s``."""
         at = bisect_right(self.since_s, start_s) - 1
         now_s, remaining_bytes = start_s, float(size_bytes)
         while at + 1 < len(self.since_s):
@@ -66,7 +67,7 @@ class LinkTrace:
 class SimulatedLoad:
     ttft_s: float
     result: LoaderResult
-    origins: tuple[str, ...]
+    origins: tuple[str, ...]  # of each chunk, such as "computed" and "loaded"
     scheduling_s: tuple[float, ...] = ()
     """Real time of the scheduler between step starts."""
 
@@ -88,7 +89,8 @@ def simulate_load(
 ) -> SimulatedLoad:
     """Run the loader from second 0 until it is done.
 
-    Chunks in ``failing`` fail after their transfer. ``budgets`` maps seconds to a new budget.
+    Chunks in ``failing`` fail after their transfer. ``budgets`` maps seconds to a new budget. ``timer``: clock that
+    measures the scheduler's own time.
 
     Raises:
         InvalidInput: the prompt can never be done.
@@ -198,8 +200,7 @@ class PrefillModel:
     A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
     earlier tokens (Cake, figure 3).
 
-    Both coefficients follow from the savings in the Cake paper (``fit_whole_gpu``). A shared GPU needs its own fit:
-    other requests fill the batch, so a step takes the same time at any share.
+    A shared GPU needs its own fit: other requests fill the batch, so a step takes the same time at any share.
     """
 
     name: str
@@ -258,6 +259,7 @@ def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
 
 
 def share_tokens(share: float) -> int:
+    """Return the tokens of a step that are ours."""
     return max(1, int(PAPER_STEP_TOKENS * share + 1e-9))
 
 

@@ -1,7 +1,6 @@
 """Requests whose mix changes between readers (long prompts, short answers) and writers (the reverse).
 
-Readers need prefill, writers decode instances. Both are Poisson processes, readers at ``share`` of their peak, writers
-at ``1 - share``. Prompts share nothing.
+Readers need prefill, writers decode instances.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SHAPES: Mapping[str, Share] = {
 
 @dataclass(frozen=True, slots=True)
 class MixSource:
-    """Requests of a shape. Equal sources give equal requests."""
+    """Poisson requests of readers at ``share`` of their peak, by ``SHAPES[shape]``, and writers at ``1 - share``."""
 
     shape: str
     seed: int = 0
@@ -76,7 +75,7 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
             readers = share(at_s / source.period_s)
             if dice.random() < (1 - readers if number else readers):
                 drawn.append((at_s, kind.prompt.draw(dice), kind.answer.draw(dice)))
-    requests, block = [], 0
+    requests, block = [], 0  # prompts share no block
     for session, (at_s, tokens, output) in enumerate(sorted(drawn)):
         blocks = -(-tokens // BLOCK_TOKENS)
         requests.append(TraceRequest(at_s, tokens, output, tuple(range(block, block + blocks)), session))
@@ -86,6 +85,8 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSource:
+    """Generated requests of ``WORKLOADS[workload]``."""
+
     workload: str
     seed: int = 0
     duration_s: float = 3600.0

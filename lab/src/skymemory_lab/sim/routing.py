@@ -1,10 +1,6 @@
 """The routing simulator: a trace through the production picker and strategies to simulated servers.
 
-A server prefills one request at a time, by arrival; its start determines the hits. Decoding does not slow prefills down
-(Mooncake's separate decoders).
-
-The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events after
-``event_delay_s``, first bytes and ends at once.
+Decoding does not slow prefills down (Mooncake's separate decoders).
 """
 
 from __future__ import annotations
@@ -43,13 +39,15 @@ _SEED = seed(model="", adapter="", salt="")
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
+    """Simulated servers, and how late the router learns their state."""
+
     servers: int = 8
     cache_blocks: int = 5_000
     """Capacity of each server's cache, in blocks of 512 tokens."""
     cost: CostModel = LLAMA_70B_8xA800
     decode_token_s: float = 0.04
-    scrape_s: float = 0.2
-    event_delay_s: float = 0.05
+    scrape_s: float = 0.2  # interval of the servers' load reports
+    event_delay_s: float = 0.05  # delay of the caches' events
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
@@ -65,8 +63,10 @@ class RoutingSetup:
 
 
 class CacheEvents(Protocol):
+    """Listener of the servers' caches."""
+
     def changed(self, server: Server, chain: Sequence[int], cached_blocks: int, evicted_blocks: Sequence[int]) -> None:
-        """Report that ``evicted_blocks`` went, then ``chain`` was stored, its first ``cached_blocks`` cached before."""
+        """Report that ``evicted_blocks`` went and ``chain`` was stored, its first ``cached_blocks`` cached before."""
         ...
 
 
@@ -83,20 +83,22 @@ class RoutedOutcome:
 
 @dataclass(slots=True)
 class _RoutedJob:
-    at: int
+    at: int  # its number in the trace
     request: TraceRequest
     decision: Decision
-    chain: tuple[int, ...]
+    chain: tuple[int, ...]  # block ids of the prompt
 
 
 @dataclass(slots=True)
 class _SimulatedEngine:
-    server: Server
+    """Server that prefills a request at a time, by arrival."""
+
+    server: Server  # as the router sees it
     cache: PrefixCache
     queue: deque[_RoutedJob] = field(default_factory=deque)
-    serving: _RoutedJob | None = None
+    serving: _RoutedJob | None = None  # in prefill
     decoding: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of prompts in prefill or decoding
     prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
 
 
@@ -147,6 +149,7 @@ class _Simulation:
         return [self._outcomes[at] for at in range(len(requests))]
 
     def _later(self, at_s: float, event: Event) -> None:
+        # With the load reports that are due by then.
         def run(now_s: float) -> None:
             self._scrape(now_s)
             event(now_s)
@@ -154,6 +157,7 @@ class _Simulation:
         self._clock.at(at_s, run)
 
     def _scrape(self, now_s: float) -> None:
+        # Give the router a load report of every server, if a multiple of ``scrape_s`` has passed.
         scrapes = math.floor(now_s / self._setup.scrape_s)
         if scrapes == self._scrapes:
             return
@@ -180,6 +184,7 @@ class _Simulation:
             self._serve(engine, request.at_s)
 
     def _serve(self, engine: _SimulatedEngine, now_s: float) -> None:
+        # Begin the prefill of the next request in the queue.
         # Looked up now, not at arrival: earlier requests in the queue have changed the cache meanwhile.
         job = engine.serving = engine.queue.popleft()
         tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
@@ -259,6 +264,8 @@ WINDOW_REQUESTS = 80
 
 @dataclass(frozen=True, slots=True)
 class RoutingMetrics:
+    """Times to first token, hit rates and balance of a simulation."""
+
     requests: int
     mean_s: float
     p50_s: float
@@ -268,7 +275,7 @@ class RoutingMetrics:
     block_hits: float
     worst_share: float
     """Largest share of a server in any window of 60 s, relative to the mean."""
-    spread: float
+    spread: float  # of requests per server: standard deviation over mean
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
@@ -354,6 +361,7 @@ class ErringLeastTtft(LeastTtft):
         return self._off(super().waits_s(request, servers, now_s), request, slots, now_s)
 
     def _off(self, seconds: list[float], request: Request, slots: Sequence[int], now_s: float) -> list[float]:
+        # Multiply the estimates by each server's error factor.
         factors = self.factors(request, max(slots) + 1, now_s)
         return [estimate_s * factors[slot] for estimate_s, slot in zip(seconds, slots, strict=True)]
 
@@ -372,6 +380,8 @@ class ErringLeastTtft(LeastTtft):
 
 
 class EngineEvents:
+    """Translator of cache changes into engines' KV events, for a precise prefix index."""
+
     def __init__(self, index: PreciseIndex) -> None:
         self.index = index
         self._batches: dict[int, int] = {}

@@ -1,10 +1,7 @@
 """Request traces in Mooncake's format.
 
 A line is a JSON object: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens),
-``hash_ids`` (a number per 512 tokens; equal numbers mean equal prefixes). The last number usually belongs to a partial
-block, which engines do not cache but published tables count.
-
-``session`` is inferred: by the deepest known block after the first, which all share.
+``hash_ids``.
 """
 
 from __future__ import annotations
@@ -28,10 +25,16 @@ _FIELDS = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
+    """Request that arrives at ``at_s``."""
+
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
+    """A number per 512 prompt tokens (block); equal numbers mean equal prefixes.
+
+    The last block is usually partial: engines do not cache it, but published tables count it.
+    """
     session: int = 0
 
     def blocks(self, partial: bool = False) -> tuple[int, ...]:
@@ -131,6 +134,7 @@ def _parsed(line: str) -> TraceRequest:
 
 
 def _session(ids: tuple[int, ...], owners: dict[int, int], new_session: int) -> int:
+    # Return the session of the prompt's deepest known block, or ``new_session``; its new blocks get it, too.
     # All requests share the first block (a system prompt), so a session needs a second known block.
     known = next((at for at, block_id in enumerate(ids) if block_id not in owners), len(ids))
     session = owners[ids[known - 1]] if known > 1 else new_session
@@ -196,6 +200,7 @@ def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
 
 
 def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[int]:
+    """Return the number of prompts with each block, descending."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.blocks(partial))

@@ -40,7 +40,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Zipf popularity, ``1 / rank ** skew``, with ranks that rotate over time."""
+    """Zipf popularity, ``1 / rank ** skew``; ranks rotate by ``moves_by`` every ``moves_every_s``."""
 
     count: int
     skew: float
@@ -75,7 +75,7 @@ class Workload:
     job_share: float = 0.0
     """Share of conversations with a single request of ``job`` tokens."""
     job: LogNormal = _NONE
-    goes_on: float
+    goes_on: float  # probability of a second turn
     goes_on_growth: float = 0.0
     """Exponent by which later ends become less likely: ``turn ** -goes_on_growth``."""
     message: LogNormal
@@ -226,6 +226,8 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
+    """Workload of independent requests."""
+
     name: str
     prompt: LogNormal
     answer: LogNormal
@@ -268,6 +270,7 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
 
 
 def _about(mean: float, sigma: float, least: int, most: int) -> LogNormal:
+    # exp(sigma² / 2) is the mean of a log-normal distribution over its median.
     return LogNormal(mean / math.exp(sigma * sigma / 2), sigma, least, most)
 
 
@@ -338,6 +341,8 @@ def _requests(source: ConversationSource) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
+    """Poisson requests of ``OPEN_LOOPS[workload]``."""
+
     workload: str
     rate_per_s: float
     count: int

@@ -70,6 +70,7 @@ def _spells(spells: tuple[Spell, ...]) -> list[list[Any]]:
 
 
 def _check(scenario: Scenario, shown_s: float) -> list[list[float]]:
+    # Return some positions, to which the page compares its own.
     shell, rows = scenario.preset.shell, []
     for number in range(_CHECKS):
         t = scenario.start_s + shown_s * number / (_CHECKS - 1)

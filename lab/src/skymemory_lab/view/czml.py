@@ -89,6 +89,7 @@ def timeline_of(scenario: Scenario) -> Timeline:
 
 
 def _spells(times: Sequence[float], satellites: Sequence[tuple[SatelliteId, ...]], end_s: float) -> tuple[Spell, ...]:
+    # Join successive samples with the same satellites.
     starts = [at for at in range(len(satellites)) if at == 0 or satellites[at] != satellites[at - 1]]
     ends = [*(times[at] for at in starts[1:]), end_s]
     return tuple(Spell(times[at], to_s, satellites[at]) for at, to_s in zip(starts, ends, strict=True))

@@ -93,12 +93,14 @@ def draw_grid() -> Figure:
 
 
 def _on_ring(plane: float, slot: float) -> tuple[float, float, float]:
+    # Return the point of a satellite on the drawn torus.
     around, across = 2 * math.pi * slot / GRID.slots_per_plane, 2 * math.pi * plane / GRID.planes
     radius = 1 + 0.42 * math.cos(across)
     return radius * math.cos(around), radius * math.sin(around), 0.42 * math.sin(across)
 
 
 def _alpha(point: tuple[float, float, float]) -> float:
+    # Return the opacity of a point: less on the torus's far side.
     up, around = math.radians(_ELEVATION_DEG), math.radians(_AZIMUTH_DEG)
     towards = math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)
     near = sum(a * b for a, b in zip(point, towards, strict=True)) / 1.42
@@ -129,8 +131,8 @@ def _grid_numbers() -> Numbers:
 
 
 BLOCK_TOKENS, LOOKED_UP_BLOCKS, KNOWN_BLOCKS = 128, 4, 3
+# Bytes of a chunk, and of a block of TinyLlama-1.1B in 16 bit.
 _CHUNK_BYTES, _BLOCK_BYTES = 6144, 2_883_584
-"""Bytes of a chunk, and of a block of TinyLlama-1.1B in 16 bit."""
 _ROTATIONS = 1
 
 

@@ -1,7 +1,4 @@
-"""The figures and tables of the SkyMemory paper and of the disclosure.
-
-Figures 3, 11 and 12 are in ``diagrams``, 9 and 10 in ``protocol_sequence``.
-"""
+"""The figures and tables of the SkyMemory paper and of the disclosure."""
 
 from __future__ import annotations
 

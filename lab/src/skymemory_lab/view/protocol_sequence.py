@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 SERVERS, CHUNK_BYTES = 9, 6144
 TORUS, CENTRE = Torus(5, 7), SatelliteId(2, 3)
-_READ_AFTER_S = 2.0
-"""Time from the move to the read, by which the handover has ended."""
+_READ_AFTER_S = 2.0  # time from the move to the read, by which the handover has ended
 _DRAWN = {"SET": "#d9822b", "ACK": GREY, "MIGRATE": GREEN, "GET": BLUE, "DATA": "#d9822b"}
 _GROUND = "ground"
 

@@ -32,18 +32,18 @@ _WAITING = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CakeSettings:
+    """Settings of Cake: loading a prompt from its end while computing it from its beginning."""
+
     step_tokens: int = 512
     """Tokens of an engine step, over all requests."""
     chunk_tokens: int | None = None
-    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, but each costs
-    a request.
-    """
+    """Whole blocks; None: this prompt's share of a step. Small chunks meet more exactly, but each costs a request."""
     in_flight_bytes: int = 64 << 20
     """Limit of requested bytes; a single chunk is always allowed."""
     fetch_threads: int = 3
-    """Number of threads. With three, a chunk is placed, the next is loaded, and another waits."""
+    """With three, a chunk is placed, the next is loaded, and another waits."""
     deadline_s: float = 10.0
-    """Time to load a chunk, besides its bytes at ``least_bytes_per_s``; then it is computed."""
+    """Time to load a chunk, besides its bytes at ``least_bytes_per_s``."""
     least_bytes_per_s: float = 1e6
     """Rate of the slowest link not considered broken."""
 
@@ -67,15 +67,15 @@ class CakeSettings:
 
 
 class Cake:
-    """Cake of one model's ``Parts``. All parts of each block are loaded, as it is unknown where the sides will meet."""
+    """Cake of a model's ``Parts``. All parts of each block are loaded, as it is unknown where the sides will meet."""
 
     def __init__(self, parts: Parts, settings: CakeSettings | None = None) -> None:
         self.settings = settings or CakeSettings()
         self.settings.check(parts.first.layout.block_tokens)
         self.parts = parts
         self.pace = SpeedEstimate()
-        self._stored_block_bytes = float(parts.value_bytes)
-        self._last_late: tuple[int, float] | None = None
+        self._stored_block_bytes = float(parts.value_bytes)  # expected; each load corrects it
+        self._last_late: tuple[int, float] | None = None  # bytes and seconds of a load that computing overtook
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake lookup", 1)
         self._lookup_latencies, self._fetch_latencies = Latencies(), Latencies()
@@ -100,7 +100,7 @@ class Cake:
         """Look ``tokens`` up and begin to load, each part into its sink.
 
         ``budget_tokens``: this prompt's tokens of the first step. ``limit_tokens`` limits the tokens counted as
-        supplied. ``on_chunks`` receives the number of chunks, ``on_settled`` index and origin of each chunk in place.
+        supplied. ``on_chunks`` gets the number of chunks, ``on_settled`` index and origin of each in place.
         """
         self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
@@ -160,6 +160,7 @@ class Cake:
         )
 
     def _look_up(self, hashes: list[list[BlockHash]]) -> list[bool]:
+        """Return for each block if all its parts are stored; [] if that takes too long."""
         if not hashes[0]:
             return []
 
@@ -190,6 +191,7 @@ class Cake:
         return self.pace.prompt_s(tokens, self.settings.step_tokens) or self.blocks.compute.seconds(tokens)
 
     def _fetch_patience_s(self, size_bytes: int, tokens: int) -> float:
+        """Return how long to wait for a fetch, given the time to compute the prompt."""
         computing_s = self._computing_s(tokens) if self.blocks.compute.measured else None
         if computing_s is None:
             return self.settings.patience_s(size_bytes)
@@ -212,7 +214,7 @@ class Cake:
 
 @dataclass(slots=True)
 class CakeLoad:
-    """Load of a prompt; ``session`` is None if the store has no block of it."""
+    """Load of a prompt; ``session`` is None if nothing is stored."""
 
     cake: Cake
     session: LoadingSession | None
@@ -230,6 +232,7 @@ class CakeLoad:
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
+        """End the session; return and count its results."""
         tokens, block_tokens = Counter[str](), self.cake.blocks.layout.block_tokens
         size_bytes = retransmitted = loaded_blocks = 0
         loader_result = None
@@ -277,6 +280,8 @@ class ChunkOrigin:
 
 
 class StoredChunks:
+    """Source of a session's chunks: blocks of the store, fetched, then placed."""
+
     def __init__(
         self,
         parts: Sequence[BlockCache],
@@ -290,11 +295,12 @@ class StoredChunks:
         self._chunks = chunks
         self._latencies = latencies
         self._lock = Lock()
-        self._late: set[int] = set()
+        self._late: set[int] = set()  # chunks whose fetch was given up
         self.origins: dict[int, ChunkOrigin] = {}
         self._failed: Counter[Miss] = Counter()
 
     def fetch(self, index: int) -> FetchedParts | None:
+        """Load a chunk's blocks of all parts, or none."""
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
         first = chunk.first_token // tokens
         fetched: list[FetchedBlocks] = []
@@ -311,6 +317,7 @@ class StoredChunks:
         return FetchedParts(self, index, first, fetched)
 
     def _fetch_blocks(self, index: int, blocks: BlockCache, hashes: Sequence[BlockHash]) -> FetchedBlocks | None:
+        """Lease and load a chunk's blocks of a part, or none, counting the reasons."""
         ticket, started_s = None, time.perf_counter()
         try:
             ticket = blocks.store.prepare_load(hashes)
@@ -355,7 +362,6 @@ class StoredChunks:
         return True
 
     def give_up(self, index: int) -> None:
-        """Record a timeout; late failures are not counted again."""
         blocks = self._parts[0][0]
         blocks.tier_failed()
         self._fail(index, Miss.DEADLINE, self._chunks[index].tokens // blocks.layout.block_tokens)
@@ -363,7 +369,6 @@ class StoredChunks:
             self._late.add(index)
 
     def close(self) -> None:
-        """Place nothing more: a hanging fetch must not keep the engine's memory alive."""
         self._sinks = None
 
     def failures(self) -> dict[Miss, int]:
@@ -378,6 +383,8 @@ class StoredChunks:
 
 @dataclass(slots=True)
 class FetchedBlocks:
+    """Loaded blocks of a part, under a lease. ``wrong``: an invalid block, and why."""
+
     blocks: BlockCache
     hashes: Sequence[BlockHash]
     values: list[memoryview]
@@ -389,6 +396,8 @@ class FetchedBlocks:
 
 @dataclass(slots=True)
 class FetchedParts:
+    """Loaded chunk: blocks of all parts, from ``first`` on."""
+
     source: StoredChunks
     index: int
     first: int
@@ -402,7 +411,8 @@ class FetchedParts:
 
 
 def _release(parts: Sequence[FetchedBlocks]) -> None:
-    """Release leases and delete invalid blocks; not while placing, since other threads wait then."""
+    """Release leases, and delete invalid blocks."""
+    # Not while placing: other threads wait then.
     for part in parts:
         part.values = []
         part.blocks.release(part.ticket)

@@ -1,4 +1,4 @@
-"""Measured speeds of computing and loading: None before the first measurement; old measurements decay."""
+"""Measured speeds of computing and loading; old measurements decay."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ _FULL = 0.75  # of its budget: a step with less measures the minimum cost of a s
 # Minimum cost of a step as a share of a full step, before it is measured; by ``others_fill``.
 _ASSUMED_LEAST = {None: 0.5, True: 1.0, False: 0.0}
 
-_OPTIMISM = 0.98
-"""Factor per prompt on an unused side's time: not measured, it would keep a bad measurement."""
+_OPTIMISM = 0.98  # factor per prompt on an unused side's time: not measured, it would keep a bad measurement
 
 
 class SpeedEstimate:
-    """Speeds shared by consecutive prompts."""
+    """Speeds of computing and loading, shared by prompts."""
 
     def __init__(self) -> None:
+        # Weight and sums of a line through the steps: seconds of a full step by position in the prompt.
         self._steps = 0.0
         self._sum_x = self._sum_y = self._sum_xx = self._sum_xy = 0.0
         self._others_fill: bool | None = None
         self._least: dict[bool | None, tuple[float, float]] = {}  # weight and sum, by ``others_fill``
-        self._loads = 0.0
+        self._loads = 0.0  # on a busy link; the first loads found it idle
         self._loaded_bytes = 0.0
         self._loading_s = 0.0
         self._first_loads = self._first_bytes = self._first_s = 0.0
         self._unstepped = self._unloaded = 0  # prompts since a full step, or a load, was measured
 
     def fade(self, samples: float) -> None:
-        """Limit the weight of all measurements, between prompts, so that a changed link or machine shows within a few
-        chunks.
-        """
+        """Limit the weight of measurements, between prompts, so that a change shows within a few chunks."""
         self._unstepped += 1
         self._unloaded += 1
         self._fade_steps(samples)
@@ -53,11 +51,11 @@ class SpeedEstimate:
             self._first_bytes, self._first_s = self._first_bytes * share, self._first_s * share
 
     def assume_batch(self, others_fill: bool) -> None:
-        """Set if other requests fill the remainder of a step; each case is measured separately."""
+        """Set if other requests fill the remainder of steps."""
         self._others_fill = others_fill
 
     def step_took(self, position: float, seconds: float, filled: float = 1.0) -> None:
-        """Add a step with its middle token at ``position`` that filled this share of its budget."""
+        """Record the time of a step: ``position`` of its middle token, share of its token budget ``filled``."""
         line = self._measured_line()
         if filled < _FULL and line is not None:
             full_s = line[0] + line[1] * position
@@ -77,7 +75,7 @@ class SpeedEstimate:
         self._sum_xy += position * full_s
 
     def load_took(self, size_bytes: int, seconds: float, *, from_idle: bool = False) -> None:
-        """Add a load (0 bytes if it failed) that kept the link busy for ``seconds``; ``from_idle``: with its
+        """Record a load (0 bytes if it failed) that kept the link busy for ``seconds``; ``from_idle``: with its
         latency.
         """
         self._fade_loads(_KEPT_LOADS - 1)
@@ -92,14 +90,13 @@ class SpeedEstimate:
         self._loading_s += seconds
 
     def line(self) -> tuple[float, float] | None:
-        """Return seconds of a full step at token 0, and their growth per token of position (as attention grows
-        linearly).
-        """
+        """Return seconds of a full step at token 0, and their growth per token of position."""
         line = self._measured_line()
         optimism = _optimism(self._unstepped)
         return None if line is None else (line[0] * optimism, line[1] * optimism)
 
     def _measured_line(self) -> tuple[float, float] | None:
+        """Fit a line (least squares) through the times of steps."""
         if not self._steps:
             return None
         mean_x, mean_y = self._sum_x / self._steps, self._sum_y / self._steps
@@ -115,14 +112,14 @@ class SpeedEstimate:
         return None if line is None else max(line[0] + line[1] * position, 0.0)
 
     def part(self, filled: float) -> float:
-        """Return a partial step's cost as a share of a full step: 1 if others fill it, ``filled`` if none do."""
+        """Return a partial step's cost as a share of a full step."""
         weight, total = self._least.get(self._others_fill, (0.0, 0.0))
         least = total / weight if weight else _ASSUMED_LEAST[self._others_fill]
         return least + (1 - least) * filled
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the busy link. Loads from an idle link include its latency, and count only without others."""
+        """Rate of the busy link; loads from an idle link, with its latency, count only without others."""
         size_bytes, seconds = self._loaded_bytes, self._loading_s
         if not size_bytes:
             size_bytes, seconds = self._first_bytes, self._first_s + seconds

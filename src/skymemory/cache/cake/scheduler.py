@@ -10,8 +10,8 @@ The caller reports events, then asks ``poll`` what to do. The paper's steps:
    was loaded.
 6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
 
-Extensions: a step fills its budget over several small chunks; a chunk goes to the side expected to have it sooner
-(``SpeedEstimate``); a late load is waited for no longer than computing takes.
+Extensions: a step may span small chunks; a chunk goes to the side expected to have it sooner; a late load is waited for
+no longer than computing takes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PromptChunk:
     first_token: int
     tokens: int
     size_bytes: int = 0
-    loadable: bool = False
-    resident: bool = False
+    loadable: bool = False  # all its blocks are stored
+    resident: bool = False  # in the engine before
 
 
 def cut_prompt(
@@ -50,9 +50,9 @@ def cut_prompt(
 ) -> tuple[PromptChunk, ...]:
     """Return the chunks, in order, covering every token once.
 
-    ``stored_blocks``: bytes of each full block, None if not stored; may be shorter. A chunk ends after ``step_tokens``,
-    at the end of the resident prefix, and between stored and missing blocks. Raises InvalidInput for sizes that are not
-    positive, or not whole blocks.
+    ``stored_blocks``: bytes of each full block, None if not stored. A chunk ends after ``step_tokens``, at the end of
+    the resident prefix, and between stored and missing blocks. InvalidInput for sizes not positive, or not whole
+    blocks.
     """
     if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
         raise InvalidInput(
@@ -97,7 +97,7 @@ class ComputeStep:
     index: int
     first_token: int
     tokens: int
-    chunks: int = 1
+    chunks: int = 1  # from ``index`` on, the last perhaps in part
 
     @property
     def indices(self) -> range:
@@ -106,17 +106,16 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """Actions to take now. At most one step runs at a time; fetches are served in order."""
+    """Actions to take now; fetches are served in order."""
 
     compute: ComputeStep | None = None
-    fetch: tuple[int, ...] = ()
-    cancel: tuple[int, ...] = ()
-    wake_s: float | None = None
-    """Time of the next ``poll`` without an event."""
+    fetch: tuple[int, ...] = ()  # chunks to load
+    cancel: tuple[int, ...] = ()  # loads no longer needed
+    wake_s: float | None = None  # time of the next ``poll`` without an event
 
 
 class BidirectionalLoader:
-    """Scheduler of a prompt. ``max_in_flight_bytes`` always allows a single chunk."""
+    """Scheduler of a prompt."""
 
     def __init__(
         self,
@@ -128,9 +127,7 @@ class BidirectionalLoader:
         loads: bool = True,
         others_fill: bool | None = None,
     ) -> None:
-        """``budget_tokens``: tokens of each step. ``others_fill``: True if other requests fill its remainder (None:
-        unknown).
-        """
+        """``budget_tokens``: tokens of each step. ``others_fill``: True if other requests fill its remainder."""
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
         self._budget_tokens = budget_tokens
@@ -141,7 +138,7 @@ class BidirectionalLoader:
         self._computes, self._loads = computes, loads
         self._chunks: tuple[PromptChunk, ...] = ()
         self._work = PromptWork((), loads)
-        self._origin: list[Origin | None] = []
+        self._origin: list[Origin | None] = []  # by chunk; None: not in place
         self._loadable: list[bool] = []
         self._computed_tokens: list[int] = []
         self._step: ComputeStep | None = None
@@ -151,16 +148,15 @@ class BidirectionalLoader:
         self._io_ptr = -1  # last chunk not requested
         self._cancelled: list[int] = []
         self._wasted_bytes = self._wasted_tokens = self._failed_loads = 0
-        self._met_at: int | None = None
+        self._met_at: int | None = None  # last chunk put in place
         self._start_s = self._end_s = 0.0
         self._aborted = False
 
     # --- events ---
 
     def push_seq(self, chunks: Sequence[PromptChunk], now_s: float) -> tuple[tuple[int, int], ...]:
-        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching.
-
-        Raises InvalidInput for chunks that do not follow each other, or a second prompt.
+        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching. InvalidInput for chunks
+        that do not follow each other, or a second prompt.
         """
         if self._chunks or not chunks:
             raise InvalidInput("a loader takes one prompt, of at least one chunk")
@@ -180,7 +176,7 @@ class BidirectionalLoader:
         return tuple((i, chunks[i].size_bytes) for i in reversed(range(len(chunks))) if self._loadable[i])
 
     def chunk_computed(self, now_s: float) -> None:
-        """Record the end of the step. Raises InvalidInput if there is none."""
+        """Record the end of the step: its complete chunks are in place, those loaded meanwhile were wasted."""
         step = self._step
         if step is None:
             raise InvalidInput("no step is under way")
@@ -204,13 +200,13 @@ class BidirectionalLoader:
             index += 1
 
     def step_dropped(self) -> None:
-        """Drop the current step: its chunk was loaded first, or the engine stops."""
+        """Drop the step: its chunk was loaded, or the engine stops."""
         step, self._step = self._step, None
         if step is not None and self._origin[step.index] is not None:
             self._wasted_tokens += self._computed_tokens[step.index]
 
     def chunk_loaded(self, index: int, now_s: float) -> None:
-        """Record that a chunk is placed and verified; ignored if no longer requested."""
+        """Record that a chunk is in place; ignored if not requested."""
         if index not in self._link:
             return
         self._link.on_fetched(index, now_s)
@@ -233,7 +229,7 @@ class BidirectionalLoader:
         self._budget_tokens = budget_tokens
 
     def abort(self, now_s: float) -> None:
-        """Cancel the request: the next ``poll`` cancels every fetch."""
+        """Cancel the request; the next ``poll`` cancels fetches."""
         if self.done:
             return
         self._aborted = True
@@ -256,11 +252,11 @@ class BidirectionalLoader:
 
     @property
     def done(self) -> bool:
-        """True if every chunk is resident, or the request aborted, and no step is running."""
+        """True if no step runs, and every chunk is resident or the request aborted."""
         return self._step is None and (self._aborted or self._compute_ptr == len(self._chunks))
 
     def poll(self, now_s: float) -> Actions:
-        """Return the actions to take now. Call it after every event and at ``wake_s``."""
+        """Return what to do now; call it after every event and at ``wake_s``."""
         fetch: list[int] = []
         compute: ComputeStep | None = None
         wake_s: float | None = None
@@ -292,6 +288,7 @@ class BidirectionalLoader:
         )
 
     def _next_fetch(self, now_s: float) -> int | None:
+        """Return the next chunk to load, from the end; None without room, or if computed sooner."""
         index = self._io_ptr
         while index >= self._compute_ptr and (self._origin[index] is not None or not self._loadable[index]):
             index -= 1
@@ -307,7 +304,7 @@ class BidirectionalLoader:
         return index if compute_s > load_s else None
 
     def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
-        """Return the next step; or None and the time to decide again, if loading should be sooner."""
+        """Return the next step; or, if loading should be sooner, the time to decide again."""
         at = self._compute_ptr
         if at == len(self._chunks) or not self._budget_tokens:
             return None, None
@@ -330,7 +327,7 @@ class BidirectionalLoader:
         return self._step, None
 
     def _is_computed_with_step(self, index: int, now_s: float) -> bool:
-        """Return True if the step that ends before this chunk should compute it, too."""
+        """Return True if the step that ends before this chunk should include it."""
         if self._origin[index] is not None:
             return False
         if not self._loadable[index]:
@@ -370,13 +367,13 @@ class BidirectionalLoader:
 
 
 class PromptWork:
-    """Prefix sums over chunks: any run's cost in constant time."""
+    """Compute time and bytes of any run of chunks, from prefix sums."""
 
     def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
         missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
         self._first = [chunk.first_token for chunk in chunks]
         self._tokens = [0, *accumulate(missing)]
-        self._moment = [
+        self._moment = [  # sums of tokens times position
             0.0,
             *accumulate(n * (c.first_token + c.tokens / 2) for n, c in zip(missing, chunks, strict=True)),
         ]
@@ -387,6 +384,7 @@ class PromptWork:
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
     def compute_s(self, first: int, computed: int, last: int, pace: SpeedEstimate, budget_tokens: int) -> float | None:
+        """Estimate the seconds to compute chunks ``first`` to ``last``, less ``computed`` tokens."""
         line = pace.line()
         if line is None:
             return None
@@ -402,7 +400,7 @@ class PromptWork:
 
 
 class FetchQueue:
-    """Requested fetches, served in order; ``max_bytes`` always allows a single fetch."""
+    """Requested fetches, served in order; a single fetch may exceed ``max_bytes``."""
 
     def __init__(self, pace: SpeedEstimate, max_bytes: int) -> None:
         self._pace = pace
@@ -451,7 +449,7 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch takes as long again."""
+        """Return the seconds until all requests and ``more_bytes`` are loaded; a late fetch takes as long again."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None
@@ -459,6 +457,7 @@ class FetchQueue:
         return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
+        """Return the seconds until a requested chunk is loaded."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None

@@ -1,10 +1,7 @@
 """Threads of Cake's scheduler: the engine's thread takes steps, worker threads fetch and place chunks.
 
-The scheduler is called under one lock. One side at a time writes a chunk's memory: its load waits for the end of its
-step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. The chunk of a late
-fetch is computed.
-
-A fetch (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write, report, release.
+The scheduler is called under a lock. One side at a time writes a chunk's memory: its load waits for the end of its
+step; a step waits while its chunk is placed, and is dropped if it then is. The chunk of a late fetch is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 
 class FetchedChunk(Protocol):
     def place(self) -> bool:
-        """Verify, decode and place the chunk; False if invalid. Must not call the tier: other threads wait."""
+        """Verify, decode and place the chunk. Must not call the tier: other threads wait."""
 
     def release(self) -> None: ...
 
@@ -33,10 +30,10 @@ class ChunkSource(Protocol):
     """Source of chunks; called from several threads."""
 
     def fetch(self, index: int) -> FetchedChunk | None:
-        """Load a chunk; None if any of it fails. Raises nothing that a broken tier raises."""
+        """Load a chunk; None if any of it fails."""
 
     def give_up(self, index: int) -> None:
-        """Record that this fetch timed out. Must not call the tier."""
+        """Record a timeout, without calling the tier."""
 
     def close(self) -> None:
         """Place nothing from now on."""
@@ -47,8 +44,10 @@ _LEAD_S = 0.02
 
 
 class TimedFetch:
+    """Fetch of a chunk by a worker: begins at ``starts_s``, or when it is the oldest; given up at ``due_s``."""
+
     def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[TimedFetch], object]) -> None:
-        """``from_s``: time at which it began, or begins at the latest."""
+        """``from_s``: time of its beginning, at the latest."""
         self.index, self.starts_s, self.from_s = index, starts_s, from_s
         self.due_s = math.inf
         self.call: WorkerCall[object] = WorkerCall(lambda: work(self))
@@ -60,8 +59,7 @@ class TimedFetch:
 def starts_after(ahead: TimedFetch, takes_s: float | None, now_s: float) -> float:
     """Return the start time of the fetch after ``ahead``, which occupies the link for ``takes_s`` (None: unknown).
 
-    Shortly before that fetch ends: earlier, each would get half of the link; later, the link would be idle. The first,
-    needed sooner, is late by at most a twentieth of its time, or 10 ms.
+    Shortly before that fetch ends: earlier, each would get half of the link; later, the link would be idle.
     """
     if takes_s is None:
         return math.inf
@@ -71,8 +69,8 @@ def starts_after(ahead: TimedFetch, takes_s: float | None, now_s: float) -> floa
 class LoadingSession:
     """Session that drives ``loader``.
 
-    ``on_settled`` receives index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a
-    fetch that computing overtook.
+    ``on_settled`` gets index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a fetch
+    that computing overtook.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class LoadingSession:
         clock: Callable[[], float] = time.monotonic,
         on_settled: Callable[[int, str], object] | None = None,
         on_late: Callable[[int, float], object] | None = None,
-        patience_s: Callable[[int], float] = lambda size_bytes: math.inf,
+        patience_s: Callable[[int], float] = lambda size_bytes: math.inf,  # timeout of a fetch
     ) -> None:
         self._loader = loader
         self._source: ChunkSource | None = source
@@ -102,8 +100,8 @@ class LoadingSession:
         self._asked: deque[int] = deque()  # chunks to fetch, in order
         self._fetches: list[TimedFetch] = []  # at most two
         self._abandoned = False  # a fetch timed out before a thread began it
-        self._placing: set[int] = set()
-        self._notifying = 0
+        self._placing: set[int] = set()  # chunks being written into the engine's memory
+        self._notifying = 0  # running callbacks of workers
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
@@ -114,7 +112,7 @@ class LoadingSession:
 
     @property
     def done(self) -> bool:
-        """True if all chunks are in place and reported; False after an exception."""
+        """True if all chunks are in place and reported."""
         with self._changed:
             return self._loader.done and not self._notifying and self._error is None
 
@@ -133,8 +131,8 @@ class LoadingSession:
     # --- engine thread ---
 
     def next_step(self, timeout_s: float | None = None) -> ComputeStep | None:
-        """Return the next step; then call ``step_done``. None: all is in place, or the timeout is over. Raises what a
-        worker raised.
+        """Return the next step; then call ``step_done``. None: all is in place, or timeout. Raises what a worker
+        raised.
         """
         ends_s = None if timeout_s is None else self._clock() + timeout_s
         with self._changed:
@@ -175,7 +173,7 @@ class LoadingSession:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Abort what is not done. On return no thread writes into the engine's memory."""
+        """Abort the rest. On return no thread writes into the engine's memory."""
         with self._changed:
             if self._stepping or self._ready is not None:
                 self._stepping, self._ready = range(0), None
@@ -196,6 +194,7 @@ class LoadingSession:
     # --- worker threads ---
 
     def _work(self, fetch: TimedFetch, source: ChunkSource) -> None:
+        """Run a fetch: wait for its turn, load, start the next, claim the chunk's memory, place it, report, release."""
         index = fetch.index
         fetched: FetchedChunk | None = None
         self._await_turn(fetch)
@@ -242,6 +241,7 @@ class LoadingSession:
 
     @contextmanager
     def _faults_kept(self) -> Iterator[None]:
+        """Keep an exception for the engine's thread to raise."""
         try:
             yield
         except BaseException as raised:
@@ -250,6 +250,7 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, is_placed: bool) -> bool:
+        """Tell the scheduler how a fetch ended; False if failed or no longer wanted."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)
@@ -260,6 +261,7 @@ class LoadingSession:
         return is_placed
 
     def _claim(self, index: int) -> bool:
+        """Reserve a chunk's memory, after the step that computes it; False if no longer wanted."""
         with self._changed:
             while index in self._stepping and index in self._wanted:
                 self._changed.wait()
@@ -271,6 +273,7 @@ class LoadingSession:
     # --- any thread, with the lock held ---
 
     def _turn(self) -> None:
+        """Give up late fetches; do what the scheduler decides."""
         for fetch in self._fetches:
             fetch.set_timeout(self._patience_s(self._sizes[fetch.index]))  # the measured speeds may have changed
         while (late := next((fetch for fetch in self._fetches if self._clock() >= fetch.due_s), None)) is not None:
@@ -293,6 +296,7 @@ class LoadingSession:
                 return
 
     def _give_up(self, fetch: TimedFetch) -> None:
+        """Give up a late fetch: its chunk is computed."""
         fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)
@@ -309,7 +313,7 @@ class LoadingSession:
                 self._source.give_up(fetch.index)
 
     def _fetch_next(self) -> bool:
-        """Start up to two fetches. False: no thread is available; all requests failed."""
+        """Start up to two fetches. False: without a thread, all requests failed."""
         while True:
             while self._asked and self._asked[0] not in self._wanted:
                 self._asked.popleft()
@@ -326,6 +330,7 @@ class LoadingSession:
         return False
 
     def _fetch_of(self, index: int, source: ChunkSource) -> TimedFetch:
+        """Create a fetch, to begin just before the fetch ahead ends."""
         starts_s = from_s = self._clock()
         for ahead in self._fetches:
             starts_s = starts_after(ahead, self._loader.link_takes_s(ahead.index), self._clock())

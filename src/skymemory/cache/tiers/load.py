@@ -37,9 +37,8 @@ class TieredLoad:
         self._keys = keys
         self._tiers = tiers
         self._outbound = outbound
-        self.versions = versions
-        self.sources: dict[bytes, int] = {}
-        """Tier number of each value; -1 if it was moving."""
+        self.versions = versions  # of the keys, to notice writes until promotion
+        self.sources: dict[bytes, int] = {}  # tier of each value; -1 if it was moving
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
         self._tier_skipped = False
@@ -56,6 +55,7 @@ class TieredLoad:
                 remaining = [key for key in remaining if key not in leased]
 
     def complete(self, budget: InFlightBudget, deadline_s: float) -> tuple[dict[bytes, memoryview], LoadReport]:
+        """Load from all leased tiers at once, then what failed from farther tiers. Return values and a report."""
         clock = self._tiers[0].clock
         started_s = clock()
         until_s = started_s + deadline_s
@@ -80,7 +80,7 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> Miss:
-        """Return why no tier holds the keys; only a load shows that a tier does not answer."""
+        """Return why no tier holds the keys; only a load shows a silent tier."""
         if self._tier_skipped:
             return Miss.UNREACHABLE
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -101,7 +101,7 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Run concurrently; loads in this thread start last."""
+        """Run loads concurrently, those in this thread last. Fills the mappings, ``tried`` with tiers by key."""
         ordered = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
         for load in ordered:
             load.start(budget, until_s)
@@ -115,6 +115,7 @@ class TieredLoad:
     def _from_memory(
         self, movings: Iterable[Moving], values: dict[bytes, memoryview], reports: dict[bytes, KeyReport]
     ) -> None:
+        """Add values that are moving between tiers."""
         counters = self._tiers[0].counters
         for moving in movings:
             values[moving.key] = memoryview(moving.value)
@@ -147,7 +148,7 @@ def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
 
 
 class TierLoad:
-    """Share of a load at one tier."""
+    """Lease and load of keys at a tier."""
 
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
@@ -157,12 +158,12 @@ class TierLoad:
         self._values: list[memoryview | None] | None = None
         self._until_s = 0.0
         self._budget: InFlightBudget | None = None
-        self._reserved_bytes: list[int] = []
+        self._reserved_bytes: list[int] = []  # empty once given back
         self._failure = Miss.UNREACHABLE
 
     @classmethod
     def lease(cls, tier: Tier, keys: Sequence[bytes]) -> TierLoad | None:
-        """Lease the ``keys`` that the tier has; None if it has none, or does not answer."""
+        """Lease the ``keys`` that the tier has; None if it has none, or is silent."""
         if not keys or not tier.usable(keys):
             return None
 
@@ -187,7 +188,7 @@ class TierLoad:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin once ``budget`` admits the expected bytes (a local tier needs none); ends by ``until_s`` or the tier's
+        """Begin once ``budget`` admits the expected bytes (not of a local tier); ends by ``until_s`` or the tier's
         deadline.
         """
         ticket, store = self._ticket, self.tier.store
@@ -225,7 +226,7 @@ class TierLoad:
                 self._budget.give_back(size_bytes)
 
     def end(self) -> Loaded:
-        """Return the verified values that arrived in time, and a report on every key."""
+        """Return the verified values that arrived in time, and reports."""
         ticket, tier = self._ticket, self.tier
         if ticket is not None and self._values is not None:
             return self._verified(self._values, ticket.report.keys if ticket.report is not None else ())
@@ -262,7 +263,7 @@ class TierLoad:
         return self._verified(values, reports if len(reports) == len(self.keys) else ())
 
     def _verified(self, values: list[memoryview | None], tier_reports: Sequence[KeyReport]) -> Loaded:
-        """Count a value only if it belongs to its key."""
+        """Return the values that pass the tier's check, and reports; others are to be deleted there."""
         tier, verify = self.tier, self.tier.settings.verify
         good: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
@@ -289,7 +290,6 @@ class TierLoad:
         return good, reports
 
     def release(self) -> None:
-        """Release the lease and the values' views; idempotent."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.tier.release(ticket)
@@ -309,7 +309,7 @@ class InFlightBudget:
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Reserve bytes, waiting up to ``timeout_s``; False without room."""
+        """Reserve bytes, waiting up to ``timeout_s``."""
         with self._changed:
             if has_room := self._changed.wait_for(lambda: self.bytes.has_room(size_bytes), max(0.0, timeout_s)):
                 self.bytes.change(size_bytes)

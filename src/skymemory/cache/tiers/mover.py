@@ -33,6 +33,7 @@ class TierMover:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        """Probe tiers, delete dirty keys, store backlogs, move queued values."""
         unmoved = Backoff(_AGAIN_S, _IDLE_S)
         while not self._stopping.is_set():
             busy = any(tier.dirty_keys or tier.backlog or not tier.breaker.closed for tier in self._tiers)
@@ -51,6 +52,7 @@ class TierMover:
                     self._stopping.wait(unmoved.next_s())
 
     def move_batch(self) -> bool:
+        """Move some queued values to their tiers; False on failure."""
         batch = self._outbound.next_batch(_BATCH_BYTES)
         with self._locks.try_lock([moving.key for moving in batch]) as locked:
             mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in locked]
@@ -86,7 +88,7 @@ class TierMover:
         return [moving for moving in movings if moving.key in written or moving.key in refused]
 
     def _copy(self, movings: list[Moving]) -> list[Moving]:
-        """Store values in tiers that lack them. All are done: losing a copy loses no data."""
+        """Store values in tiers that lack them. All are done, as losing a copy loses no data."""
         for number in movings[0].to if movings else ():
             tier = self._tiers[number]
             keys = [moving.key for moving in movings]
@@ -133,6 +135,7 @@ class TierMover:
 
 
 def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:
+    """Return copies of values in a tier, if it answers."""
     wanted = [key for key in keys if key not in tier.dirty_keys]
     if not wanted:
         return {}

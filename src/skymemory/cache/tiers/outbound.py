@@ -19,7 +19,7 @@ class Moving:
     key: bytes
     value: bytes
     to: tuple[int, ...]
-    dirty: bool = False
+    dirty: bool = False  # acknowledged to the writer, but not in these tiers yet
     place: Place | None = None
 
 
@@ -67,7 +67,7 @@ class Outbound:
             self._remove([m.key for m in movings if self._movings.get(m.key) is m])
 
     def next_batch(self, size_bytes: int) -> list[Moving]:
-        """Return the oldest values of one destination, up to ``size_bytes`` but at least one; they stay queued."""
+        """Return the oldest values of a destination, up to ``size_bytes`` or a single value; they stay queued."""
         with self._changed:
             chosen: list[Moving] = []
             for moving in self._movings.values():
@@ -123,6 +123,7 @@ class Outbound:
         return removed
 
     def _make_room(self, size_bytes: int) -> None:
+        """Drop values that are stored elsewhere, for a dirty value."""
         excess_bytes = self.used_bytes + size_bytes - self._budget_bytes
         for moving in [moving for moving in self._movings.values() if not moving.dirty]:
             if excess_bytes <= 0:

@@ -48,10 +48,10 @@ PROMOTIONS = ("always", "second hit", "never")
 
 @dataclass(frozen=True, slots=True)
 class HierarchySettings:
-    promote: str = "always"
+    promote: str = "always"  # or "second hit", "never"
     """Promotion of a farther tier's values to the nearest."""
     demote: bool = True
-    """True to offer evicted values to the next tier (``store.base.Evicting``)."""
+    """True to offer evicted values to the next tier."""
     write_back: bool = False
     """False: a put waits for all tiers. True: for the nearest; the others get it later, from memory."""
     load_deadline_s: float = 10.0
@@ -60,7 +60,7 @@ class HierarchySettings:
     outbound_bytes: int = 256 << 20
     """Limit of moving values. At the limit a put waits for all tiers."""
     in_flight_bytes: int = 256 << 20
-    """Limit of the expected bytes being loaded from remote tiers, over all threads."""
+    """Limit of the bytes being loaded from remote tiers."""
 
     def __post_init__(self) -> None:
         if self.promote not in PROMOTIONS:
@@ -96,7 +96,7 @@ class TieredStore(TwoPhase):
             Tier(store, tier_settings, number, self._locks, self._counters, clock)
             for number, (store, tier_settings) in enumerate(tiers)
         ]
-        self._sketch = Sketch()
+        self._sketch = Sketch()  # keys loaded before, to promote at the second hit
         self._lock = Lock()
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
@@ -146,7 +146,7 @@ class TieredStore(TwoPhase):
 
     @property
     def leases(self) -> bool:
-        """True only if all tiers lease and are never given up: a value may be in any of them."""
+        """True only if all tiers lease and are never given up."""
         return all(tier.store.leases and tier.settings.local for tier in self.tiers)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
@@ -165,6 +165,7 @@ class TieredStore(TwoPhase):
         return next((at for at in range(count, len(keys)) if keys[at] not in held_keys), len(keys))
 
     def _find_held_keys(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
+        """Return the keys that a tier has, or that are moving."""
         held_keys = set(self._outbound.get(keys))
         for tier in self.tiers if tiers is None else tiers:
             remaining = [key for key in keys if key not in held_keys]
@@ -200,6 +201,7 @@ class TieredStore(TwoPhase):
         return views
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
+        """Copy farther tiers' values to the nearest, as ``promote`` says."""
         top, policy = self.tiers[0], self.settings.promote
         far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
         if policy == "second hit":
@@ -252,7 +254,7 @@ class TieredStore(TwoPhase):
         return [key in stored for key, _ in ticket.items]
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is moving between tiers; False on timeout."""
+        """Wait until nothing is moving; False on timeout."""
         return self._outbound.wait_empty(timeout_s)
 
     # --- pins, deletion, prefetch, figures ---
@@ -286,11 +288,7 @@ class TieredStore(TwoPhase):
         return [any(by_tier) for by_tier in zip(*near, strict=True)]
 
     def names(self) -> list[NamedValue]:
-        """Return the names in any tier (``named.Listing``), without a deadline.
-
-        Raises:
-            InvalidInput: a tier cannot list its names.
-        """
+        """Return the names in any tier. InvalidInput if a tier cannot list them."""
         self._check(())
         by_name: dict[str, NamedValue] = {}
         for tier in self.tiers:
@@ -308,7 +306,7 @@ class TieredStore(TwoPhase):
         return [yes and key not in tier.dirty_keys for key, yes in zip(keys, answers, strict=True)]
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate the sum over tiers (they load concurrently: an upper bound); infinite if a key is in none."""
+        """Estimate the sum over tiers, an upper bound; infinite if a key is in none."""
         remaining = list(dict.fromkeys(self._check(keys)))
         total_s = 0.0
         for tier in self.tiers:

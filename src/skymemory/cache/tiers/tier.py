@@ -6,13 +6,10 @@ The life of a call:
 2. ``start`` passes the call to a thread of the tier.
 3. ``result_by`` waits for ``deadline_s``: that of the settings, or less if computing is sooner (``cache.patience``).
    - In time: the result; its latency is recorded.
-   - A failure (``TIER_FAILURES``) or an invalid answer: None; the breaker counts it. Failures of loads are consecutive
-     despite answered lookups; those of stores are not: what cannot be written may be read.
-   - Too late: None; the call is given up, and the tier skipped until the answer. A late answer's latency is recorded: a
-     slow tier is then waited for longer. Without an answer by the settings' deadline the breaker opens.
+   - A failure (``TIER_FAILURES``) or an invalid answer: None; the breaker counts it.
+   - Too late: None; the call is given up, and the tier skipped until the answer, whose latency is recorded. Without an
+     answer by the settings' deadline the breaker opens.
 4. A background probe checks a tier with an open breaker.
-
-Programming errors (TypeError, …) are raised.
 """
 
 from __future__ import annotations
@@ -38,10 +35,8 @@ _log = logging.getLogger(__name__)
 
 _DELETED_AT_ONCE = 1024
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 30.0
-_DIRTY_KEYS_LIMIT = 1 << 18
-"""Limit of about 30 MB."""
-_BACKLOG_LIMIT = 1 << 16
-"""Limit of about 15 MB of keys, or 190 GB of 3 MB blocks."""
+_DIRTY_KEYS_LIMIT = 1 << 18  # limit of about 30 MB
+_BACKLOG_LIMIT = 1 << 16  # limit of about 15 MB of keys, or 190 GB of 3 MB blocks
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
@@ -58,11 +53,9 @@ class TierSettings:
     load_deadline_s: float = 5.0
     store_deadline_s: float = 10.0
     threads: int = 2
-    """Number of threads. A given-up call occupies its thread until it ends."""
+    """A given-up call occupies its thread until it ends."""
     verify: Callable[[bytes, memoryview], bool] | None = None
-    """Check of a value (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted; unchecked it might be
-    promoted.
-    """
+    """Check of a value (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
@@ -83,28 +76,28 @@ class Tier:
         self.settings = settings
         self.number = number
         self.clock = clock
-        self.dirty_keys = DirtyKeys(_DIRTY_KEYS_LIMIT)
-        self.backlog = Backlog(_BACKLOG_LIMIT)
+        self.dirty_keys = DirtyKeys(_DIRTY_KEYS_LIMIT)  # keys whose value here may be outdated
+        self.backlog = Backlog(_BACKLOG_LIMIT)  # blocks to be stored here later
         self.backlog_retry = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         self.counters = counters
         self.breaker = CircuitBreaker(settings.breaker)
-        self.mean_value_bytes = 1e6
-        """Moving average over the loaded values."""
+        self.mean_value_bytes = 1e6  # moving average over the loaded values
+        # The store, if it can answer without blocking.
         self.at_once = store if isinstance(store, AtOnce) and not settings.local else None
         self._locks = locks
         self._workers = TierWorkers(store.name, settings.threads)
         self._lock = threading.Lock()
         self._logged_closed = True
-        self._probe_key: bytes | None = None
+        self._probe_key: bytes | None = None  # to load in probes
         self._delete_retry = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
+        # Given-up calls, with the time at which each counts as hanging.
         self._overdue: dict[WorkerCall[object], float] = {}
-        """Given-up calls, with the time at which each counts as hanging."""
         self._latencies: dict[Kind, Latencies] = {"ask": Latencies(), "load": Latencies(), "store": Latencies()}
 
     # --- calls ---
 
     def usable(self, keys: Sequence[bytes]) -> bool:
-        """Return True if it may be called; otherwise it is probed in the background."""
+        """Return True if it may be called; else it is probed."""
         if keys and self._probe_key is None:
             self._probe_key = keys[0]
         if self._overdue:
@@ -129,7 +122,7 @@ class Tier:
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def start(self, work: Callable[[], Result]) -> WorkerCall[Result] | None:
-        """Pass ``work`` to a thread, or run it if local. None (a failure): too many calls wait."""
+        """Pass ``work`` to a thread, or run it if local. None: too many calls wait."""
         call = WorkerCall(work)
         call.started_s = self.clock()
         if self.settings.local:
@@ -155,10 +148,10 @@ class Tier:
     ) -> Result | None:
         """Return the result of ``call``, if it arrives by ``until_s`` and without failure; else None.
 
-        ``on_late`` releases what a late result holds. ``is_answer`` checks that a result is an answer at all.
-        ``changes``: keys that the call writes or deletes, even late. ``overwrites``: those that are dirty from the
-        deadline on, until a late result has ``stored`` them. ``moved``: bytes of a result. ``present_keys``: keys that
-        the tier reported to have.
+        ``on_late`` releases what a late result holds. ``is_answer`` checks that a result is an answer. ``changes``:
+        keys that the call writes or deletes, even late. ``overwrites``: those that are dirty from the deadline on,
+        until a late result has ``stored`` them. ``moved``: bytes of a result. ``present_keys``: keys that the tier
+        reported to have.
         """
         if call is None:
             return None
@@ -170,6 +163,7 @@ class Tier:
                 self._overdue[call] = call.started_s + self._longest_s(kind)  # type: ignore[index]
 
             def ended_late(result: Result | None) -> None:
+                """Handle the end of a given-up call."""
                 try:
                     on_late(result)
                 except TIER_FAILURES:
@@ -226,7 +220,7 @@ class Tier:
     def ask_index(
         self, work: Callable[[], Result], on_late: Callable[[Result | None], object] = lambda result: None
     ) -> Result | None:
-        """Call ``ask``, or ``work`` in this thread if the store can (``base.AtOnce``)."""
+        """Call ``ask``, or ``work`` in this thread if the store does not block."""
         if self.at_once is not None:
             with self.at_once.at_once() as free:
                 if free:
@@ -242,14 +236,13 @@ class Tier:
         self.post(lambda: self.store.release(ticket))
 
     def post(self, work: Callable[[], object]) -> None:
-
         def run_work() -> None:
             try:
                 work()
             except TIER_FAILURES:
                 self.counters.add("tier_failures_total", label=self.name)
 
-        self.start(run_work)
+        self.start(run_work)  # its end is not awaited
 
     def failed(self, kind: Kind = "ask") -> None:
         with self._lock:
@@ -266,7 +259,7 @@ class Tier:
     # --- probes ---
 
     def _probe_with(self, keys: Sequence[bytes]) -> None:
-        """Probe with a key of the failed load: the index may still answer for other keys while loads hang."""
+        """Probe with a key of the failed load: the index may still answer for others."""
         if keys:
             self._probe_key = keys[0]
 
@@ -328,7 +321,7 @@ class Tier:
         return [None if key in self.dirty_keys else size for key, size in zip(keys, sizes, strict=True)]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        trusted = len(keys)
+        trusted = len(keys)  # keys before the first dirty key
         if self.dirty_keys:
             trusted = next((at for at, key in enumerate(keys) if key in self.dirty_keys), trusted)
         if not trusted or not self.usable(keys):
@@ -337,7 +330,7 @@ class Tier:
         return min(max(length or 0, 0), trusted)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete keys. None if unconfirmed, or if a late put may restore the key: it is then dirty."""
+        """Delete keys. None if unconfirmed, or if a late put may restore the key: it is dirty."""
         deleted = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
         if deleted is None or len(deleted) != len(keys):
             self.dirty_keys.add(keys, deleted=True)
@@ -351,8 +344,8 @@ class Tier:
         return [None if key in unknown else is_deleted for key, is_deleted in zip(keys, deleted, strict=True)]
 
     def delete_dirty(self) -> bool:
-        """Delete copies of dirty keys, with back-off; returns True if more are due. A later release's values stay,
-        unless a caller deleted them.
+        """Delete values of dirty keys, with back-off; True if more are due. A later release's values stay, unless a
+        caller deleted them.
         """
         if self.clock() < self._delete_retry.due_s:
             return False
@@ -373,6 +366,7 @@ class Tier:
         return False
 
     def _delete_outdated(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Delete keys, except a later release's values that no caller has deleted."""
         kept_keys = {
             key
             for key, yes in zip(keys, keeps(self.store, keys), strict=True)
@@ -391,7 +385,7 @@ class Tier:
 
 
 class DirtyKeys:
-    """Set of at most ``limit`` dirty keys; writers must refuse while it is ``full``. Thread-safe."""
+    """Set of keys whose value in a tier may be outdated; writers must refuse while it is ``full``. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -412,11 +406,11 @@ class DirtyKeys:
         return len(self._keys) >= self._limit
 
     def uncertain(self, key: bytes) -> bool:
-        """Return True if the key is dirty, or a given-up call may still change it."""
+        """Return True if the key is dirty, or a given-up call may change it."""
         return key in self._keys or key in self._in_flight
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """Mark keys as dirty; returns a mark for ``clear_since``. ``deleted``: a caller's deletion is pending."""
+        """Mark keys as dirty; returns a mark for ``clear_since``. ``deleted``: a caller deleted them."""
         with self._lock:
             self._count += 1
             for key in keys:
@@ -426,7 +420,7 @@ class DirtyKeys:
             return self._count
 
     def call_given_up(self, keys: Iterable[bytes]) -> None:
-        """Record a given-up call that may change these keys; ``call_ended`` must follow."""
+        """Record a given-up call that may change these keys."""
         with self._lock:
             for key in keys:
                 self._in_flight[key] = self._in_flight.get(key, 0) + 1
@@ -444,6 +438,7 @@ class DirtyKeys:
             self._clear(key for key in keys if self._keys.get(key) == mark)
 
     def to_delete(self, count: int) -> list[bytes]:
+        """Return dirty keys that no given-up call may change."""
         with self._lock:
             chosen: list[bytes] = []
             for key in self._keys:
@@ -468,9 +463,7 @@ class DirtyKeys:
 
 
 class Backlog:
-    """Blocks stored while a tier was silent, to be copied later: the latest ``limit``, oldest first. Thread-safe; takes
-    no other lock.
-    """
+    """Blocks stored while a tier was silent, to be copied later: the latest ``limit``, oldest first. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

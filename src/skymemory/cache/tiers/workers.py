@@ -33,21 +33,17 @@ class WorkerCall(Generic[Result]):
         self._ended = False
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
-        self.dropped = False
-        self.overdue = False
-        """True if it did not end in time."""
+        self.dropped = False  # given up before it began
+        self.overdue = False  # did not end in time
         self._submitted_s = time.monotonic()
         self._thread = 0
         self._starved_before_s = 0.0
-        self.started_s = 0.0
-        """Time when the caller began to wait, by its clock."""
+        self.started_s = 0.0  # when the caller began to wait, by its clock
         self.result: Result | None = None
         self.error: BaseException | None = None
 
     def run(self, schedstat: BinaryIO | None = None) -> None:
-        """Do the work, unless given up. ``schedstat``: the thread's open figures, as opening takes longer than many
-        calls.
-        """
+        """Do the work, unless given up. ``schedstat``: the thread's figures, opened once."""
         self.dropped = self._on_late is not None
         result = error = None
         if not self.dropped and schedstat is not None:
@@ -84,7 +80,7 @@ class WorkerCall(Generic[Result]):
         return self._on_late is not None
 
     def give_up(self, on_late: Callable[[Result | None], object] = lambda result: None) -> bool:
-        """Stop waiting: ``on_late(result or None)`` is called at the end. False: it has ended already."""
+        """Stop waiting; ``on_late(result or None)`` is called at the end. False: it has ended."""
         with self._lock:
             if self._ended:
                 return False
@@ -106,6 +102,7 @@ class TierWorkers:
         self._lock = threading.Lock()
 
     def submit(self, call: WorkerCall[object]) -> bool:
+        """Queue a call, with a new thread if needed; False if full."""
         with self._lock:
             if self._calls.qsize() >= self._waiting:
                 return False
@@ -135,7 +132,7 @@ class TierWorkers:
 
     @property
     def all_hung(self) -> bool:
-        """True if every thread is stuck in a given-up call: a queued call may never begin."""
+        """True if every thread is stuck in a given-up call."""
         with self._lock:
             return sum(call.given_up for call in self._running) >= self._threads
 
@@ -159,8 +156,7 @@ class TierWorkers:
                     self._open -= 1
 
     def close(self) -> None:
-        """End the threads after the queued calls, without waiting."""
-        self._calls.put(None)
+        self._calls.put(None)  # ends the threads after the queued calls
 
 
 def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:

@@ -1,7 +1,7 @@
 """Store operation over all tiers: write-through to all, or write-back to the nearest now and others later.
 
-A given-up call's outcome is unknown. A block is named by its content, so any copy is good. A value without a place may
-replace an older value: its key is dirty in that tier until the late call has stored it.
+A given-up call's outcome is unknown. A block's copies are all good. A value without a place may replace an older value:
+its key is dirty in that tier until the late call has stored it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Prepared = tuple[_Tickets, _TooLarge, list[int]]
 
 
 class TieredWrite:
-    """Room reserved for ``items``. Raises ValueTooLarge for an item that fits no tier that answers."""
+    """Room reserved for ``items``. Raises ValueTooLarge for an item that fits no answering tier."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TieredWrite:
         if self._write_back or not all(tier.settings.local for tier in tiers):
             # One copy for all threads and the outbound queue: the caller may reuse its buffers when the call returns.
             self._items = {key: bytes(value) for key, value in items}
-        self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
+        self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}  # keys by tier number
         self._pending: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self.reason = ""
@@ -79,7 +79,7 @@ class TieredWrite:
                     raise error
 
     def complete(self) -> set[bytes]:
-        """Return the keys stored in at least one tier. The caller holds the keys (``KeyLocks.exclusive``)."""
+        """Return the keys stored in any tier. The caller holds the keys (``KeyLocks.exclusive``)."""
         self._run(self._writes)
         stored = set[bytes]().union(*self._stored.values())
         dirty: set[bytes] = set()
@@ -125,11 +125,10 @@ def _too_large_in(write: TierWrite, key: bytes) -> bool:
 
 
 class TierWrite:
-    """Share of a write at one tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
+    """Share of a write at a tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
 
-    A thread may read items after its call was given up: a tier with threads must be given immutable ``bytes``.
-    ``copies``: items stored elsewhere, so a tier that refuses them holds nothing outdated. ``too_large``: positions of
-    items that never fit.
+    A thread may read items after its call was given up: a tier with threads needs immutable ``bytes``. ``copies``:
+    items stored elsewhere, so a tier that refuses them holds nothing outdated.
     """
 
     def __init__(self, tier: Tier, items: Items, places: Places, copies: bool = False) -> None:
@@ -137,20 +136,17 @@ class TierWrite:
         self.items = items
         self._places = places or (None,) * len(items)
         self._copies = copies
-        self.answered = False
-        self.certain = False
-        """True if ``end`` returned the tier's answer on all ``items``."""
-        self.too_large: _TooLarge = {}
-        self._tickets: _Tickets = []
-        self._left: list[int] = []
+        self.answered = False  # to ``prepare``
+        self.certain = False  # the tier has answered for all items
+        self.too_large: _TooLarge = {}  # items that never fit, by position
+        self._tickets: _Tickets = []  # with positions of their items
+        self._left: list[int] = []  # positions for ``prepare_rest``
         self._call: WorkerCall[list[list[bool]]] | None = None
         self.given_up = False
 
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = (), copies: bool = False) -> TierWrite:
-        """Reserve room for items with clean keys. If the largest is too large nothing is reserved until
-        ``prepare_rest``.
-        """
+        """Reserve room for items with clean keys; if the largest is too large, only in ``prepare_rest``."""
         self = cls(tier, items, places, copies)
         keys = [key for key, _ in items]
         wanted = [
@@ -181,6 +177,7 @@ class TierWrite:
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
     def end(self) -> list[bool]:
+        """Return True for each item stored in time. Else a changed value may be outdated: its key becomes dirty."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -230,7 +227,7 @@ class TierWrite:
 
     @property
     def refused(self) -> set[bytes]:
-        """Keys that the tier answered for; it refused those that it did not store."""
+        """Keys that the tier answered for, and refused unless stored."""
         if not self.certain:
             return set()
         unanswered = frozenset[bytes]().union(*(ticket.unanswered for ticket, _ in self._tickets))
@@ -238,7 +235,7 @@ class TierWrite:
 
     @property
     def pending(self) -> set[bytes]:
-        """Keys that a given-up call may still store; it then clears their dirty marks."""
+        """Keys that a given-up call may still store."""
         if not self.given_up:
             return set()
         return {self.items[at][0] for _, positions in self._tickets for at in positions}
@@ -254,6 +251,7 @@ def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Pr
 
 
 def _prepare_rest(tier: Tier, items: Items, places: Places, positions: list[int]) -> tuple[_Tickets, _TooLarge]:
+    """Reserve room, leaving out the largest item until the rest fits."""
     too_large: _TooLarge = {}
     while positions:
         tickets, more, positions = _prepare(tier, items, places, positions)
@@ -268,7 +266,7 @@ def _largest(items: Items, wanted: list[int]) -> int:
 
 
 def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -> tuple[list[bool], TierWrite]:
-    """Run all phases; returns for each item if it was stored, and the write."""
+    """Run all phases; True for each item stored, and the write."""
     tier_write = TierWrite.prepare(tier, items, places, copies)
     tier_write.prepare_rest()
     tier_write.start()

@@ -1,12 +1,4 @@
-"""Priorities and fair shares of tenants under overload, as a wrapper of any admission rule.
-
-Within a sliding window each tenant has a demand (compute time of its requests) and a usage (of its admitted requests).
-The total usage is divided by weighted max-min fairness. From a load of ``overload`` on, a tenant above its share is
-refused; a demand within its share is not refused for cost. Without refusals or with a single tenant nothing is refused:
-fairness never idles a server.
-
-Load is the larger of the time to first token and between tokens, each relative to its objective.
-"""
+"""Priorities and fair shares of tenants under overload, as a wrapper of any admission rule."""
 
 from __future__ import annotations
 
@@ -25,8 +17,11 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
+    """Settings of ``Fair``. A load is a request's estimated latency relative to its objective."""
+
     share_window_s: float = 60.0
     overload: float = 0.5
+    """Load from which tenants above their share are refused."""
     priority_step: float = 0.2
     """Decrease of the admissible load per higher priority in use."""
     least_load: float = 0.2
@@ -45,15 +40,19 @@ class FairnessSettings:
 
 
 class Fair(RuleAround):
+    """Rule that refuses low priorities and tenants above their share, and asks the wrapped ``rule`` for the others."""
+
     def __init__(self, rule: Admission, slo: Slo, settings: FairnessSettings | None = None) -> None:
         self.settings = settings = settings or FairnessSettings()
         super().__init__(rule)
         self.slo = slo
         self.name = f"{rule.name}+fair"
         self._shares = TenantShares(settings.share_window_s, settings.weights)
+        # Time of the last request, by priority.
         self._levels: dict[int, float] = {}
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
+        """Refuse low priorities and tenants above their share; no tenant within its share is refused for cost."""
         load = self._load(placement)
         # The order of precedence: the operator's priorities, fairness, then throughput (the wrapped rule).
         refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(
@@ -92,6 +91,7 @@ class Fair(RuleAround):
         return max(ttft_s / slo.ttft_s, (tbt_s or 0.0) / slo.tbt_s)
 
     def _priority_refusal(self, priority: int, load: float, now_s: float) -> Refusal | None:
+        # Refuse above a load that falls by a step for each higher priority in recent use.
         since_s = now_s - self.settings.share_window_s
         above = {level for level, at_s in self._levels.items() if level > priority and at_s >= since_s}
         if priority < 0:
@@ -105,6 +105,7 @@ class Fair(RuleAround):
         return Refusal(reason, self._retry_s(load - limit), kind="priority")
 
     def _share_refusal(self, placement: ScheduledRequest, load: float) -> Refusal | None:
+        # Refuse a request under overload that would raise its tenant's recent usage above its share.
         if load < self.settings.overload:
             return None
         used_s, share_s = self._shares.of(placement.request.tenant)
@@ -137,18 +138,21 @@ class _Account:
 
 
 class TenantShares:
-    """Demand, usage and share per tenant in a sliding window."""
+    """Demand, usage and weighted max-min fair share per tenant, in compute seconds within a sliding window."""
 
     def __init__(self, window_s: float, weights: Mapping[str, float]) -> None:
         self._window_s = window_s
         self._weights = weights
+        # Time, tenant, cost and admission of each request in the window.
         self._log: deque[tuple[float, str, float, bool]] = deque()
         self._accounts: dict[str, _Account] = {}
         self._used = 0.0
+        # Share per unit of weight, and when it was computed.
         self._level = math.inf
         self._level_at_s = -math.inf
 
     def record_request(self, tenant: str, cost: float, admitted: bool, now_s: float) -> None:
+        """Add a request and forget those that left the window; update the level of shares now and then."""
         self._log.append((now_s, tenant, cost, admitted))
         account = self._accounts.setdefault(tenant, _Account())
         account.requests += 1
@@ -162,7 +166,7 @@ class TenantShares:
             self._level, self._level_at_s = self._max_min_level(), now_s
 
     def of(self, tenant: str) -> tuple[float, float]:
-        """Return usage and share; the share is infinite without competing tenants or refusals."""
+        """Return usage and share of a tenant; the share is infinite without competing tenants or refusals."""
         # Fairness never idles a server: a tenant may use everything while it is alone or nothing was refused.
         account = self._accounts.get(tenant)
         used = 0.0 if account is None else account.used
@@ -193,7 +197,7 @@ class TenantShares:
             self._used -= cost
 
     def _max_min_level(self) -> float:
-        """Return the share per weight at which the shares add up to the usage."""
+        """Return the share per unit of weight at which all tenants' shares add up to the usage."""
         remaining = self._used
         # Water filling in the order of demand per weight. A tenant that wants less than an even split of the remaining
         # usage gets its demand; the first that wants more sets the level for itself and all later tenants.

@@ -1,12 +1,4 @@
-"""The rule ``goodput`` (ours): under overload it maximises the number of requests that meet both objectives.
-
-1. Time to first token: refuse if the corrected estimate (``LearntTtft``) exceeds the objective.
-2. Time between tokens: refuse if the decode load exceeds a learnt share of the objective (``LearntHeadroom``), because
-   a slow batch fails all its requests. If the prefill outlasts a usual decode, the load is forecast.
-3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest
-   recent requests that fit into the servers' time.
-4. Context size: the same for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
-"""
+"""The rule ``goodput`` (ours): under overload it maximises the number of requests that meet both objectives."""
 
 from __future__ import annotations
 
@@ -24,19 +16,22 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class GoodputSettings:
+    """Settings of ``Goodput``; ratios up to 1."""
+
     window_s: float = 60.0
     """Age up to which a request counts as a sample."""
     queue_share: float = 0.5
-    """Queue length under overload, over the TTFT objective."""
+    """Queue, as a share of the TTFT objective, from which costly prefills are refused."""
     use: float = 1.0
+    """Share of the servers' time given to prefills."""
     batch_share: float = 0.6
-    """Decode load above which contexts are limited."""
+    """Decode load, as a share of its limit, from which large contexts are refused."""
     fill: float = 0.9
-    """Tokens in decode batches, over those that meet the objective."""
+    """Tokens in decode batches, as a share of those that meet the objective."""
     broken: float = 0.2
-    """Tolerated share of misses near the limit."""
+    """Tolerated share of missed objectives among requests near the limit."""
     least_headroom: float = 0.7
-    """Lower bound of the learnt limit."""
+    """Lower bound of the learnt limit (``LearntHeadroom``)."""
 
     def __post_init__(self) -> None:
         if self.window_s <= 0:
@@ -61,11 +56,11 @@ class Goodput(Admission):
         self._batches = Batches()
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
-        self._late: set[int] = set()
-        """Requests with a late first token, not counted against decoding."""
+        self._late: set[int] = set()  # requests with a late first token, not counted against decoding
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
-        # The order of the module's rules: a request that would be late anyway is not judged by its cost.
+        """Refuse a request that would be late, slow, or cost more than others that fit."""
+        # A request that would be late anyway is not judged by its cost.
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
         tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
@@ -99,6 +94,7 @@ class Goodput(Admission):
             self._late.add(id(placement.request))  # alive until ``on_request_end``
 
     def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
+        """Learn from the outcome, unless a late prefill explains it."""
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.record_end(placement.request.prompt.tokens, now_s)
             if met is not None and id(placement.request) not in self._late:
@@ -114,6 +110,7 @@ class Goodput(Admission):
         return placement.slo(self.slo).tbt_s * self._headroom.share
 
     def _prefill_too_long(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
+        # Refuse, if queues are long, a prefill costlier than the cheapest recent ones that fill the servers' time.
         compute_s, ttft_s = placement.prefill.estimated_compute_s, placement.prefill.estimated_ttft_s
         if compute_s is None or ttft_s is None:
             return None
@@ -129,6 +126,7 @@ class Goodput(Admission):
         return Refusal(reason, max(RETRY_S, compute_s), kind="cost")
 
     def _context_too_large(self, placement: ScheduledRequest, tbt_s: float | None, now_s: float) -> Refusal | None:
+        # Refuse, if batches fill up, a context larger than the smallest recent ones that fit.
         if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(placement):
             return None
         # Little's law: batches of ``most`` tokens that stay for ``stay_s`` admit ``most / stay_s`` tokens per second.
@@ -148,7 +146,7 @@ _REFRESH = 64
 
 
 class Price:
-    """Largest cost that fits a capacity if the cheapest go first, by recent requests."""
+    """Largest cost that fits a capacity if the cheapest of the recent requests go first."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -158,6 +156,7 @@ class Price:
         self._sorted_s = -math.inf
 
     def record_request(self, cost: float, now_s: float) -> None:
+        # Admitted or refused: the price depends on all that was asked for.
         self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
@@ -169,7 +168,7 @@ class Price:
         self._sorted_s = now_s
 
     def max_cost(self, per_s: float, room: float, now_s: float) -> float:
-        """Return the largest cost that fits, infinite if all fit; ``room`` is extra capacity (negative: a backlog)."""
+        """Return the largest cost that fits ``per_s`` and ``room`` (negative: a backlog); infinite if all fit."""
         if not self._sums:
             return math.inf
         # The sampled requests arrived within ``span_s``, a capacity of ``per_s * span_s``. In order of cost, the last
@@ -181,12 +180,11 @@ class Price:
 
 _STEP = 0.05
 _MOST_BIAS = 3.0
-_SHORT = 0.05
-"""Share of the objective below which an error is ignored."""
+_SHORT = 0.05  # share of the objective below which an error is ignored
 
 
 class LearntTtft:
-    """Learnt ratio of the measured to the estimated time to first token."""
+    """Learnt ratio of measured to estimated times to first token, which corrects estimates."""
 
     def __init__(self, promised_s: float) -> None:
         self._promised_s = promised_s
@@ -236,15 +234,17 @@ class Batches:
 
     def __init__(self) -> None:
         self.tokens = 0
+        # Running statistics of context tokens and time between tokens, and the line through them.
         self._seen = 0
         self._mean_tokens = self._mean_tbt_s = self._var = self._cov = 0.0
         self._line: tuple[float, float] | None = None
+        # For ``stay_s``: admitted requests, their time so far, and how many ended.
         self._inside = 0
         self._since_s = 0.0
-        self._waited_s = self._ended = 0.0
-        """Both decay at the same rate."""
+        self._waited_s = self._ended = 0.0  # both decay at the same rate
 
     def entered(self, tokens: int, tbt_s: float, now_s: float) -> None:
+        """Add an admitted request; learn from the time between tokens estimated for it."""
         self._count(now_s)
         self._inside += 1
         self.tokens += tokens
@@ -270,10 +270,8 @@ class Batches:
 
     @property
     def stay_s(self) -> float:
-        """Usual time from admission to the end.
-
-        Requests in progress contribute their time so far, as short requests end first.
-        """
+        """Usual time from admission to the end."""
+        # Requests in progress contribute their time so far, as short requests end first.
         return self._waited_s / self._ended if self._ended else 0.0
 
     def _count(self, now_s: float) -> None:
@@ -282,7 +280,7 @@ class Batches:
         self._since_s = now_s
 
     def max_tokens(self, limit_s: float) -> float:
-        """Return the tokens that reach ``limit_s``; infinite while unknown."""
+        """Return the context tokens at which a token takes ``limit_s``; infinite while unknown."""
         if self._line is None:
             return math.inf
         empty_s, slope_s = self._line

@@ -1,8 +1,4 @@
-"""Mooncake's three admission rules (FAST'25, section 4.2.6).
-
-All check the time to first token on arrival and the decode load after the prefill. On arrival they also look at no
-decode load (``Baseline``), the current load (``Early``; loads then oscillate), or a forecast (``Predicted``).
-"""
+"""Mooncake's three admission rules (FAST'25, section 4.2.6)."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | Non
 
 
 def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> float:
-    """Return the seconds until the decode servers meet the objective again."""
+    """Return the seconds until the decode servers are forecast to meet the objective again."""
     if forecast is None:
         return RETRY_S
     ahead_s = RETRY_S
@@ -41,6 +37,8 @@ def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> 
 
 
 class Baseline(Admission):
+    """Rule that checks the decode load only after the prefill, which a refusal wastes."""
+
     name = "baseline"
 
     def __init__(self, slo: Slo) -> None:
@@ -63,9 +61,7 @@ class EarlySettings:
 
 
 class Early(Baseline):
-    """Rule that checks the current decode load on arrival, with the new request: the check before decoding keeps the
-    others' load below the objective.
-    """
+    """Rule that checks the current decode load, with the new request, already on arrival. Loads then oscillate."""
 
     name = "early"
 
@@ -84,7 +80,7 @@ class Early(Baseline):
 
 
 class Predicted(Baseline):
-    """Rule that checks the decode load forecast for the end of the prefill."""
+    """Rule that checks, on arrival, the decode load forecast for the end of the prefill."""
 
     name = "predicted"
     looks_ahead = True

@@ -47,7 +47,8 @@ FAIR = "+fair"
 
 
 def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
-    """Return a rule; options may be text, ``weights`` such as ``gold=3,free=0.5``.
+    """Return a rule; options may be text, ``weights`` such as ``gold=3,free=0.5``. ``on_arrival``: wrap it in
+    ``OnArrival``.
 
     Raises:
         InvalidInput: unknown rule or option, or an invalid value.

@@ -1,9 +1,6 @@
 """The contract of prefix indices, and the approximate index, learnt from requests.
 
 A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``).
-
-The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the last used
-blocks, up to the cache's capacity, and evicts a prefix's end before its head. Engines evict by other rules.
 """
 
 from __future__ import annotations
@@ -22,7 +19,10 @@ Blocks = NDArray[np.uint64]
 
 
 class PrefixIndex(Protocol):
-    """Contract of prefix indices. Blocks after a block that a slot lacks do not count."""
+    """Index of the prompt blocks in each server's KV cache; a *slot* is a server's number.
+
+    Only a prefix counts: blocks after a block that a server lacks do not.
+    """
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         """Return the leading blocks that each of ``slots`` holds; change no state."""
@@ -33,7 +33,9 @@ class PrefixIndex(Protocol):
         ...
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Drop the blocks after ``cached_blocks``, also in other chains; return their number."""
+        """Drop the blocks after ``cached_blocks``, which the server turned out to lack, also in other chains; return
+        their number.
+        """
         ...
 
     def forget(self, slot: int) -> None: ...
@@ -48,9 +50,10 @@ Table = type[native.PrefixTable]
 
 
 class ApproximatePrefixIndex:
-    """Prefix index learnt from requests.
+    """Prefix index that assumes that a server holds the prompts that it answered, up to its cache's capacity.
 
-    ``max_match`` limits the blocks per prompt. ``secret`` is an odd 64-bit number for ``native.PrefixTable``.
+    The end of a prefix is evicted before its head; engines evict by other rules. ``max_match`` limits the blocks per
+    prompt. ``secret`` is an odd 64-bit number for ``native.PrefixTable``.
 
     Raises:
         InvalidInput: an invalid capacity or secret.

@@ -3,9 +3,7 @@
 The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too.
 
 An engine reports a block's tokens once, later only its own hash. Our hash follows from the tokens and our hash of the
-parent. A block with an unknown parent is an *orphan*: it does not count until its parent is reported.
-
-Some media report blocks without tokens, some have larger blocks than the engine, some report no removals.
+parent. Some media report blocks without tokens, some have larger blocks than the engine, some report no removals.
 """
 
 from __future__ import annotations
@@ -108,6 +106,8 @@ Change = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Orphan:
+    """Block that waits until its parent is reported."""
+
     parent: int
     tokens: bytes
     keys: tuple[object, ...]
@@ -115,11 +115,10 @@ class _Orphan:
 
 @dataclass(frozen=True, slots=True)
 class _BlockRun:
-    """Block of another size than our blocks."""
+    """Engine's block that stands for ``blocks`` complete blocks of the router's, which are of another size."""
 
     blocks: int
-    rest: bool
-    """True if it ends within a block of ours, which then has no hash of ours."""
+    rest: bool  # true if it ends within a further block
 
 
 # Names of a block, and how they map:
@@ -138,17 +137,18 @@ class _BlockRun:
 
 @dataclass(slots=True)
 class EngineBlocks:
+    """Blocks that an engine holds, by its events, as hashes of the router's blocks."""
+
     model: str
     block_tokens: int
     media: dict[str, dict[int, int]] = field(default_factory=dict)
     """Hash of ours by the engine's name, per medium."""
     given_up: int = 0
     counters: Counters = field(default_factory=Counters)
+    # Additional copies: vLLM recomputes a fully cached prompt's last block and reports both.
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Additional copies: vLLM recomputes a fully cached prompt's last block and reports both."""
     _runs: dict[tuple[str, int], _BlockRun] = field(default_factory=dict)
-    _recent: dict[int, int] | None = None
-    """Our hashes last stored in the GPU's memory, by the hash of their tokens."""
+    _recent: dict[int, int] | None = None  # our hashes last stored in the GPU's memory, by the hash of their tokens
     _with_removals: set[str] = field(default_factory=set)
     _orphans: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
     _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class EngineBlocks:
         return len(self._orphans)
 
     def stored(self, event: BlocksStored) -> Iterator[Change]:
-        """Apply an event; yield our blocks now in a medium, including resolved orphans.
+        """Apply an event; yield (medium, our hash) of the blocks now there, orphans resolved by it included.
 
         Raises:
             InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
@@ -196,7 +196,7 @@ class EngineBlocks:
         yield from ()
 
     def _known(self, medium: str, hashes: Sequence[EngineHash]) -> Iterator[Change]:
-        """Yield blocks known from other media."""
+        """Add blocks reported without tokens, which must be known from other media."""
         for engine_hash in hashes:
             name = folded(engine_hash)
             ours = self._ours(name)
@@ -207,6 +207,7 @@ class EngineBlocks:
                 yield from self._settle(medium, name, ours)
 
     def _stored(self, event: BlocksStored, medium: str, tokens: bytes, run: _BlockRun | None) -> Iterator[Change]:
+        # Add an event's blocks; ``run``: if they are of another size than the router's.
         names = [folded(engine_hash) for engine_hash in event.hashes]
         keys = None if event.extra_keys is None else [_own_keys(event, at) for at in range(len(names))]
         if event.parent is not None:
@@ -250,7 +251,9 @@ class EngineBlocks:
         tokens: bytes,
         keys: Sequence[tuple[object, ...]] | None,
     ) -> Generator[Change, None, int | None]:
-        """Yield our blocks after ``before`` (None: after the unknown ``parent``); return our last hash, if known."""
+        """Add consecutive blocks and yield them; return our last hash, if known. ``before``: our hash of the previous
+        block; None: unknown.
+        """
         size = self.block_tokens * TOKEN_BYTES
         for at, name in enumerate(names):
             piece = tokens[at * size : (at + 1) * size]
@@ -267,13 +270,11 @@ class EngineBlocks:
         return before
 
     def _find_recent_blocks(self, tokens: bytes, blocks: int) -> list[int]:
-        """Return our blocks of a chunk, found by tokens among those last stored; empty if not found.
-
-        LMCache reports parent 0 within a prompt, omits chunks that it has (``lmcache/v1/cache_engine.py``, ``store``
-        and ``store_layer``), adapter and salt. But it stores what was just computed.
-        """
+        """Return our blocks of a chunk, found by tokens among those last stored; empty if not found."""
         if self._recent is None:
             self._recent = {}
+        # LMCache reports parent 0 within a prompt, and omits chunks that it has (``lmcache/v1/cache_engine.py``,
+        # ``store`` and ``store_layer``), adapter and salt. But it stores what was just computed.
         size, hashes = self.block_tokens * TOKEN_BYTES, list[int]()
         for at in range(blocks):
             piece = tokens[at * size : (at + 1) * size]
@@ -284,12 +285,13 @@ class EngineBlocks:
         return hashes
 
     def _count_copy(self, medium: str, name: int) -> None:
-        """Count a copy, if removals are reported: else the count would only grow."""
+        """Count a further copy of a block: its removal then leaves another."""
+        # Without reported removals the count would only grow.
         if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
             self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
 
     def _settle(self, medium: str, name: int, ours: int) -> Iterator[Change]:
-        """Add a block, then, repeatedly, the orphans that waited for it."""
+        """Add a block whose hash is known, then the orphans that waited for it; yield all."""
         # A stack instead of recursion: chains of orphans are as long as prompts.
         ready = [(medium, name, ours)]
         while ready:
@@ -322,6 +324,7 @@ class EngineBlocks:
                 del self._runs[medium, engine_name]
 
     def surplus(self) -> Iterator[Change]:
+        """Evict the oldest blocks above the limit of each medium but the GPU's memory; yield them."""
         for medium, hashes in self.media.items():
             if medium == GPU or len(hashes) <= MAX_BEYOND_GPU:
                 continue
@@ -339,7 +342,7 @@ class EngineBlocks:
         return [medium for medium in self.media if medium != GPU and medium not in self._with_removals]
 
     def drop_copies(self, ours: Collection[int]) -> None:
-        """Forget copies of blocks that the engine turned out to lack."""
+        """Forget further copies of blocks that the engine turned out to lack."""
         for medium, name in [*self._more_copies]:
             if self.media.get(medium, {}).get(name) in ours:
                 del self._more_copies[medium, name]
@@ -383,6 +386,7 @@ def folded(engine_hash: EngineHash) -> int:
 
 
 def _names(name: int, run: _BlockRun) -> list[int]:
+    # Return names for the router's blocks within an engine's block.
     parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
     if not run.rest:
         parts[-1] = name

@@ -1,11 +1,7 @@
 """Precise prefix index, fed by the engines' KV cache events.
 
-Engines number their batches of events. After a gap the engine's slot is *stale* and matches nothing until the lost
-batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot, which costs hits but
-matches no evicted block. Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not
-count.
-
-Some media (LMCache's) do not report removals: only their latest blocks count.
+Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not count. Some media
+(LMCache's) do not report removals: only their latest blocks count.
 """
 
 from __future__ import annotations
@@ -47,11 +43,13 @@ Table = type[native.HolderTable]
 
 @dataclass(slots=True)
 class _Engine:
+    """Blocks of an engine, and its stream of numbered event batches."""
+
     blocks: EngineBlocks
-    expected: int = 0
-    last_live: int = -1
-    waiting: dict[int, EventBatch] = field(default_factory=dict)
-    stale: bool = False
+    expected: int = 0  # number of the next batch
+    last_live: int = -1  # largest number received live, not replayed
+    waiting: dict[int, EventBatch] = field(default_factory=dict)  # batches after a gap
+    stale: bool = False  # true while batches are missing: nothing matches
     trouble: str = ""
 
 
@@ -78,10 +76,8 @@ class PreciseIndex:
             raise InvalidInput(f"weights of media {dict(weights)}; expected 0 or more each, such as 0.8")
         self._weights[OTHER] = min(self._weights.values())
         self._engines: dict[int, _Engine] = {}
-        self._media: list[str] = []
-        """Media, the fastest first."""
-        self._order: list[tuple[int, float]] = []
-        """Media's numbers and weights, the largest weight first."""
+        self._media: list[str] = []  # media, the fastest first
+        self._order: list[tuple[int, float]] = []  # media's numbers and weights, the largest weight first
         try:
             self._table = table() if secret is None else table(secret)
         except (ValueError, OverflowError) as error:
@@ -141,6 +137,7 @@ class PreciseIndex:
         return not engine.stale
 
     def _take(self, slot: int, engine: _Engine, batch: EventBatch, more: bool = False) -> None:
+        # Apply the expected batch. ``more``: it has further parts under the same number.
         engine.expected = batch.sequence + (not more)
         try:
             for event in batch.events:
@@ -170,6 +167,9 @@ class PreciseIndex:
             self._take_away(slot, blocks.removed(event))
 
     def resume_empty(self, slot: int, sequence: int) -> None:
+        """Give up lost batches: continue from number ``sequence`` with no blocks, which costs hits but matches no
+        evicted block.
+        """
         engine = self._engine(slot)
         self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
@@ -197,7 +197,7 @@ class PreciseIndex:
         return self.match_weighted(blocks, slots)[0]
 
     def weighted(self, blocks: Blocks, slots: Sequence[int]) -> list[float]:
-        """Return ``match`` with each block weighted by the best of its media."""
+        """Return the matched blocks, each weighted by the best of its media."""
         return self.match_weighted(blocks, slots)[1]
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -215,6 +215,8 @@ class PreciseIndex:
     def _walk(
         self, blocks: Blocks, slots: Sequence[int], order: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
+        # Return matched blocks and their weight per slot; a block counts in the first medium of ``order``, numbers and
+        # weights.
         # A stale slot may hold evicted blocks, and a wrong hit costs a whole prefill: it matches nothing.
         chain = np.ascontiguousarray(blocks, dtype=np.uint64).data
         usable = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
@@ -228,15 +230,12 @@ class PreciseIndex:
         """Do nothing: the engine reports its blocks itself."""
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Drop the missing blocks from media without reported removals; return their number.
-
-        Counted copies are forgotten: if an engine reports only the last copy's removal (as vLLM plans to), they would
-        stay forever.
-        """
+        """Drop the missing blocks from media without reported removals; return their number."""
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):
             return 0
         lacked = blocks[cached_blocks:].tolist()
+        # If an engine reports only the last copy's removal (as vLLM plans to), counted copies would stay forever.
         engine.blocks.drop_copies(set(lacked))
         if not (media_without_removals := engine.blocks.media_without_removals):
             return 0
@@ -273,6 +272,7 @@ class PreciseIndex:
             self._table.add(_NUMBERS[medium], slot, block)
 
     def _take_away(self, slot: int, changes: Iterable[Change]) -> None:
+        # The engine no longer has these blocks there.
         for medium, block in changes:
             self._table.take(_NUMBERS[medium], slot, block)
 

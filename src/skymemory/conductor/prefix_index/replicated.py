@@ -49,7 +49,7 @@ _LEARNT, _DROPPED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """``dump`` is in the format of ``native.PrefixTable``."""
+    """Capacity and blocks of a server; ``dump`` is in the format of ``native.PrefixTable``."""
 
     capacity: int
     dump: bytes
@@ -57,12 +57,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """Blocks by server; ``kind`` names the unit and size of blocks."""
+
     kind: str
     servers: Mapping[str, Held] = field(default_factory=dict)
 
 
 def rows_of(dump: bytes) -> NDArray[np.void]:
-    """Return fields ``hash`` and ``parent`` (the position of a row; all bits set: none)."""
+    """Return the blocks of a dump: ``hash``, and ``parent``, the position of another row (all bits set: none)."""
     return np.frombuffer(dump, dtype=_TABLE_ROW)
 
 
@@ -71,7 +73,7 @@ def take_snapshot(index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, 
 
 
 def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots: Mapping[str, int]) -> int:
-    """Load the blocks of servers in the fleet; return their number.
+    """Load the blocks of the snapshot's servers that have a slot; return their number.
 
     Raises:
         InvalidInput: another kind of blocks, or invalid rows. The index is then empty.
@@ -181,7 +183,10 @@ Delta = Learnt | Dropped
 
 
 class SharedPrefixIndex(ApproximatePrefixIndex):
-    """Approximate index with a log of deltas for other replicas; ``log_end`` is the number of the next."""
+    """Approximate index with a log of its changes (deltas) for other replicas of the router.
+
+    ``log_end`` is the number of the next delta.
+    """
 
     def __init__(
         self,
@@ -194,6 +199,7 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
         super().__init__(blocks_per_server, max_match, secret)
         self.counters = Counters()
         self.log_end = 0
+        # Replicas number servers differently, so deltas name them.
         self._name_of, self._slot_of = name_of, slot_of
         self._log: deque[Delta] = deque(maxlen=MAX_DELTAS)
 

@@ -1,8 +1,4 @@
-"""Choice of the decode server: the shortest time between tokens, with the request in its batch.
-
-Requests in prefill count too, else all would go to a server that none has reached yet. The forecast is Mooncake's
-(FAST'25 §7.4): all requests decode for the same usual time.
-"""
+"""Choice of the decode server: the shortest time between tokens, with the request in its batch."""
 
 from __future__ import annotations
 
@@ -28,25 +24,27 @@ class DecodeCost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Booked:
+    """Request that was sent to a decode server, and its context in tokens."""
+
     request: Request
     tokens: int
-    joins_s: float
-    """Time at which it joined the batch, or will."""
+    joins_s: float  # time at which it joined the batch after its prefill, or is estimated to
     joined: bool = False
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests of one server; running sums make an estimate independent of the batch size."""
+    """Requests of a decode server; running sums make an estimate independent of the batch size."""
 
     booked: dict[_Booked, None] = field(default_factory=dict)
-    joined: int = 0
-    promised: int = 0
+    joined: int = 0  # number of requests that decode
+    promised: int = 0  # number of requests still in prefill
     joined_tokens: int = 0
     promised_tokens: int = 0
-    joined_at_s: float = 0.0
+    joined_at_s: float = 0.0  # sum of the times of joining
 
     def add(self, booked: _Booked, sign: int) -> None:
+        """Add (``sign`` 1) or subtract (-1) a request in the sums."""
         if booked.joined:
             self.joined += sign
             self.joined_tokens += sign * booked.tokens
@@ -57,7 +55,8 @@ class _Batch:
 
 
 class LeastTbt(Scorer):
-    """Scorer of decode servers, and a ``DecodeForecast``.
+    """Scorer of decode servers, and the ``DecodeForecast`` of Mooncake (FAST'25 §7.4): all requests decode for the same
+    time.
 
     ``kv_tokens``: capacity of each KV cache; None: as reported. ``decode_s``: usual duration; None: learnt.
     """
@@ -74,7 +73,9 @@ class LeastTbt(Scorer):
         self._learnt_s, self._ended = 0.0, 0
         self._parts: dict[int, Parts] = {}
         self._batches: dict[int, _Batch] = {}
+        # Booked requests by request id and slot; repeated sends append.
         self._open: dict[tuple[int, int], list[_Booked]] = {}
+        # The request's last booking, whose time of joining is an estimate.
         self._expected: dict[int, _Booked] = {}
 
     @property
@@ -84,8 +85,10 @@ class LeastTbt(Scorer):
         return self._learnt_s if self._ended else float("inf")
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        # Two cases. A new request: the batch with all promised requests, and itself. A request that was promised to
-        # this server (``own``) and is about to join: the batch as it is, and itself.
+        """Prefer the shortest estimated time between tokens; servers without room for the KV come last."""
+        # Two cases. A new request: the batch with all promised requests, and itself (without those in prefill, all
+        # would go to a server that none has reached yet). A request that was promised to this server (``own``) and is
+        # about to join: the batch as it is, and itself.
         tokens = request.prompt.tokens
         scores: list[float] = []
         tbts: list[float] = []
@@ -120,6 +123,7 @@ class LeastTbt(Scorer):
             booked.joins_s = at_s
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
+        """Forecast the mean seconds between tokens of all servers at ``at_s``, with ``request`` added to each batch."""
         # A request counts from the time of joining for the usual duration. Its context has grown by a token per step
         # since then. As steps depend on contexts in turn, this is a single step of a fixed-point iteration.
         usual_s, sums = self.decode_s, 0.0
@@ -145,6 +149,7 @@ class LeastTbt(Scorer):
         self._expected[id(request)] = booked
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        """Record that the request joins the batch."""
         booked = next((booked for booked in self._open.get((id(request), server.slot), ()) if not booked.joined), None)
         if booked is not None:
             batch = self._batches[server.slot]
@@ -171,6 +176,7 @@ class LeastTbt(Scorer):
             self._drop_expected(booked)
 
     def _take(self, request: Request, server: Server, joined: bool) -> _Booked | None:
+        # Remove and return a booked request, either in the batch (``joined``) or still in prefill.
         key = (id(request), server.slot)
         ours = self._open.get(key, [])
         booked = next((booked for booked in ours if booked.joined == joined), None)
@@ -196,6 +202,7 @@ class LeastTbt(Scorer):
         return (batch.joined * now_s - batch.joined_at_s) / self._step_s(batch.joined, batch.joined_tokens)
 
     def _room(self, server: Server) -> int | None:
+        # Return the tokens that fit the server's KV cache; None: unknown.
         if self._kv_tokens is not None:
             return self._kv_tokens
         report = server.reported

@@ -1,11 +1,5 @@
 """Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant with the cheapest way per server.
 
-The published rule loads if the longest prefix anywhere is ``balancing_threshold`` times the server's own; at equality
-``arxiv`` loads, ``fast25`` computes. ``cheaper`` (ours) loads, computes or does both, whichever is fastest.
-
-Left open by the publications: the ratio to a server that holds nothing is infinite; a load proceeds while the request
-is queued; a fully cached prompt computes one token; far tiers count like servers.
-
 A split: the server computes from block ``start`` on while the blocks up to ``end`` are loaded from the back (Cake,
 2024), as later tokens cost more to compute. With the split at block ``split``::
 
@@ -14,8 +8,7 @@ A split: the server computes from block ``start`` on while the blocks up to ``en
     late   = max(0, load(split..end) - ready)     still loading then
     finish = ready + max(late, rest) + min(late, rest) / layers
 
-If layers are loaded together, ``layers`` is 1. ``finish`` is convex in the split, as the maximum of ``ready + rest``,
-``(1 - 1/layers)·ready + load/layers + rest`` and ``load + rest/layers``; bisection finds its minimum.
+If layers are loaded together, ``layers`` is 1.
 """
 
 from __future__ import annotations
@@ -53,14 +46,15 @@ VARIANTS = ("cheaper", "arxiv", "fast25")
 @dataclass(frozen=True, slots=True)
 class KvCacheCentricSettings:
     variant: str = "cheaper"
+    """Rule to load: Mooncake's by its preprint or at FAST'25, or the fastest way (ours)."""
     balancing_threshold: float = 2.0
-    """Ratio of the longest prefix to the server's own from which it loads."""
+    """Length of the longest prefix anywhere, relative to the server's own, from which it loads."""
     cake: bool = True
-    """True: split (``cheaper`` only)."""
+    """True: load the end of a prefix while computing its beginning (``cheaper`` only)."""
     split_gain: float = 0.01
-    """Minimum gain of a split, as a share of the time to first token."""
+    """Minimum gain of such a split, as a share of the time to first token."""
     layers: int = 0
-    """Layers loaded one by one; 1: load first; 0: the model's."""
+    """Layers loaded one by one while computing; 1: load first; 0: the model's."""
     delay_weight: float = 0.3
     """Weight of ``DelayPrice`` (``cheaper`` only)."""
     overdue: float = OVERDUE
@@ -76,28 +70,28 @@ class KvCacheCentricSettings:
 
 
 class _SplitCandidate(NamedTuple):
-    floor_s: float
-    """Lower bound of the finish."""
-    at: int
+    """Server and source between which a prompt might be split: computed in front, loaded at the end."""
+
+    floor_s: float  # lower bound of the time to first token
+    at: int  # position of the server
     source: PrefixSource
     end: int
-    in_wait_s: float
-    load_s: float
-    rest_s: float
+    in_wait_s: float  # wait for the server's incoming link
+    load_s: float  # seconds of loading all that the source has more
+    rest_s: float  # seconds of computing what the source lacks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSources:
-    """Places from which servers load KV.
-
-    ``network``: between servers. ``far``: tiers of all servers. ``fleet``: further servers to load from. ``links``:
-    waits at the servers' links; None: those that the scheduler's own plans cause.
+    """Places from which servers load KV: over the ``network`` from ranked servers and those of ``fleet``, and from
+    ``far`` tiers.
     """
 
     network: Medium | None = None
     far: FarTiers | None = None
     fleet: Fleet | None = None
     links: LinkWaits | None = None
+    """Waits at the servers' links; None: those that the scheduler's own plans cause."""
 
 
 class KvCacheCentric(PrefillScheduler):
@@ -125,6 +119,7 @@ class KvCacheCentric(PrefillScheduler):
         self._priced = settings.variant == "cheaper" and settings.delay_weight > 0
 
     def scores(self, estimates: Estimates) -> list[float]:
+        """Return the negative times to first token, with the price of delaying later requests."""
         rate = self._rate(estimates)
         if not rate:
             return [-ttft_s for ttft_s in estimates.ttfts_s]
@@ -132,6 +127,7 @@ class KvCacheCentric(PrefillScheduler):
         return [-_priced(wait_s, ttft_s - wait_s, rate) for wait_s, ttft_s in waits]
 
     def fetch(self, estimates: Estimates) -> None:
+        """Add the loads from other servers and tiers that make first tokens earlier."""
         # A source that holds no more than the poorest server helps no server.
         least = min(estimates.blocks)
         sources = self._sources(estimates, least)
@@ -157,6 +153,7 @@ class KvCacheCentric(PrefillScheduler):
         return self._price.rate(len(estimates.slots), estimates.now_s) if self._priced else 0.0
 
     def _sources(self, estimates: Estimates, least: int) -> list[PrefixSource]:
+        # Return the servers and tiers with more than ``least`` blocks of the prompt, without those worse than another.
         sources: list[PrefixSource] = []
         blocks, now_s = estimates.request.prompt.blocks, estimates.now_s
         network = self._network
@@ -179,6 +176,7 @@ class KvCacheCentric(PrefillScheduler):
         return undominated(sources) if len(sources) > 1 else sources
 
     def _by_ratio(self, estimates: Estimates, sources: list[PrefixSource]) -> None:
+        # Plan loads by Mooncake's rule: if the longest prefix is ``balancing_threshold`` times the server's own.
         prompt, threshold = estimates.request.prompt, self.settings.balancing_threshold
         # Algorithm 1 compares lengths, not load times; ``cheaper`` fixes that.
         best = sources[0]
@@ -186,6 +184,8 @@ class KvCacheCentric(PrefillScheduler):
         for at, held_tokens in enumerate(estimates.held):
             if end <= held_tokens:
                 continue
+            # Left open by the publications: the ratio to a server that holds nothing is infinite. At equality the
+            # preprint loads, FAST'25 computes.
             ratio = end / held_tokens if held_tokens else math.inf
             if ratio > threshold or (ratio == threshold and self.settings.variant == "arxiv"):
                 slot = estimates.slots[at]
@@ -195,6 +195,7 @@ class KvCacheCentric(PrefillScheduler):
                 estimates.loads[at] = ServerLoad(best, held_tokens, end, load_s, rest_s)
 
     def _by_seconds(self, estimates: Estimates, sources: list[PrefixSource]) -> None:
+        # Plan for each server what is fastest: to compute, to load, or a split.
         prompt, ttfts, waits = estimates.request.prompt, estimates.ttfts_s, estimates.waits_s
         layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
         # 1. For each source and server: compute all, or load all that the source has more; keep the faster.
@@ -225,6 +226,7 @@ class KvCacheCentric(PrefillScheduler):
             self._split(estimates, candidates)
 
     def _rests_s(self, estimates: Estimates, end: int) -> Sequence[float]:
+        # Return the seconds in which each server computes what follows the first ``end`` tokens.
         count, tokens = len(estimates.slots), estimates.request.prompt.tokens
         speeds = self.speeds
         if type(speeds) is GivenSpeeds and tokens:
@@ -232,6 +234,7 @@ class KvCacheCentric(PrefillScheduler):
         return speeds.prefills_s(estimates.slots, tokens, [end] * count)
 
     def _split(self, estimates: Estimates, candidates: list[_SplitCandidate]) -> None:
+        # Try to split the prompts of candidates that may become the best.
         waits, ttfts, gain = estimates.waits_s, estimates.ttfts_s, self.settings.split_gain
         rate = self._rate(estimates)
 
@@ -254,7 +257,7 @@ class KvCacheCentric(PrefillScheduler):
             best = min(best, price(chance.at, ttfts[chance.at]))
 
     def _floor_s(self, estimates: Estimates, chance: _SplitCandidate) -> float:
-        """Return a tighter bound: each token of the front costs as little as the first."""
+        """Return a tighter lower bound of the finish: each token of the front costs as little as the first."""
         at, prompt = chance.at, estimates.request.prompt
         first = tokens_of(prompt, estimates.blocks[at] + 1)
         token_s = (estimates.alone_s[at] - self._seconds(estimates.slots[at], prompt)(first)) / (
@@ -270,6 +273,7 @@ class KvCacheCentric(PrefillScheduler):
     def _split_one(
         self, estimates: Estimates, chance: _SplitCandidate, known: dict[tuple[object, ...], tuple[int, float]]
     ) -> None:
+        # Find the best split of a candidate and plan it if it is faster; ``known`` has results for equal inputs.
         at, source, end, prompt = chance.at, chance.source, chance.end, estimates.request.prompt
         held_tokens, wait_s, alone_s = estimates.held[at], estimates.waits_s[at], estimates.alone_s[at]
         rest_s, in_wait_s, layers = chance.rest_s, chance.in_wait_s, self._layers
@@ -293,6 +297,7 @@ class KvCacheCentric(PrefillScheduler):
             estimates.loads[at] = ServerLoad(source, begin, end, load_s, compute_s)
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
+        # Return the function from cached tokens to the seconds of the prompt's prefill.
         tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)
         if type(speeds) is GivenSpeeds:  # Other speeds differ by server.
             prefill_s = speeds.cost.prefill_s
@@ -306,7 +311,9 @@ def _priced(wait_s: float, work_s: float, rate: float) -> float:
 
 
 def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> float:
-    """Return the end of a prefill whose front is ready at ``ready_s``, its load at ``loaded_s``."""
+    """Return the end of a prefill whose front is computed at ``ready_s``, its load complete at ``loaded_s``, and whose
+    ``rest_s`` of computing begins with the first loaded layers.
+    """
     late_s = loaded_s - ready_s
     if late_s <= 0.0:
         return ready_s + rest_s
@@ -317,6 +324,8 @@ def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> flo
 
 def best_split(finish_at: Callable[[int], float], start: int, end: int) -> tuple[int, float]:
     """Return the first best split and its finish; ``finish_at`` must be convex."""
+    # The finish is convex in the split, as the maximum of ready + rest, (1 - 1/layers)·ready + load/layers + rest and
+    # load + rest/layers.
     low, high = start, end - 1
     while low < high:
         middle = (low + high) >> 1

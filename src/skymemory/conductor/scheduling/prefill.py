@@ -23,14 +23,16 @@ class FarTiers(Protocol):
 
 
 class PrefixSource(NamedTuple):
-    """Source of a prefix; ``slot`` is -1 for a tier."""
+    """Server, or tier (``slot`` -1), from which a prefix of ``blocks`` blocks can be loaded."""
 
     name: str
     slot: int
     blocks: int
     wait_s: float
+    """Time until its outgoing link is free."""
     latency_s: float
     token_s: float
+    """Transfer time of a token's KV."""
 
     def load_s(self, tokens: int, in_wait_s: float) -> float:
         """Return the seconds of a load; the incoming link is free in ``in_wait_s``."""
@@ -38,7 +40,7 @@ class PrefixSource(NamedTuple):
 
 
 def undominated(sources: Sequence[PrefixSource]) -> list[PrefixSource]:
-    """Return the undominated sources; of equal sources the first."""
+    """Return the sources than which no other is at least as good in everything; of equal sources the first."""
     # Sorted by blocks: all kept sources hold at least as much as the next, so the other three figures decide.
     best: list[PrefixSource] = []
     for source in sorted(
@@ -60,7 +62,9 @@ class LinkWaits(Protocol):
 
 @dataclass(slots=True)
 class PlannedLinks:
-    """Link waits caused by the loads planned here."""
+    """Waits for servers' links, caused by the loads planned here: times at which each outgoing and incoming link is
+    free.
+    """
 
     out_s: dict[int, float] = field(default_factory=dict)
     in_s: dict[int, float] = field(default_factory=dict)
@@ -91,9 +95,8 @@ class PlannedLinks:
 def deepest(
     servers: Sequence[Server], depths: Sequence[int], waits_s: Sequence[float], least: int
 ) -> list[tuple[Server, int, float]]:
-    """Return the deepest server with a free outgoing link, and busy servers that hold more.
-
-    Each comes with its blocks, above ``least``, and the wait at its link.
+    """Return the servers worth loading from, with blocks held (above ``least``) and wait: the longest prefix with a
+    free outgoing link, and longer ones with a busy link.
     """
     busy: list[tuple[Server, int, float]] = []
     free: Server | None = None
@@ -113,6 +116,10 @@ UNDER_WAY_BLOCKS = 4096
 
 
 class ServerLoad(NamedTuple):
+    """Load of a server: from ``source``, the tokens between ``split_tokens`` and ``end_tokens``; the others are
+    computed.
+    """
+
     source: PrefixSource
     split_tokens: int
     end_tokens: int
@@ -127,18 +134,24 @@ class ServerLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Estimates:
+    """Estimates for a request, by position in ``servers``."""
+
     request: Request
     servers: Sequence[Server]
     slots: list[int]
     known: Sequence[int]
+    """Leading blocks held now."""
     blocks: Sequence[int]
-    """Leading blocks held after the queue; ``known``: held now."""
+    """Leading blocks held once the queue is done."""
     held: list[int]
+    """The same in tokens."""
     waits_s: list[float]
     alone_s: list[float]
+    """Seconds of the prefill without queue."""
     ttfts_s: list[float]
     now_s: float
     loads: dict[int, ServerLoad] = field(default_factory=dict)
+    """Planned loads, by position."""
 
     def plan(self, at: int) -> PromptPlan:
         held_tokens, wait_s = self.held[at], self.waits_s[at]
@@ -152,7 +165,7 @@ class Estimates:
 @runtime_checkable
 class PipelineCost(Protocol):
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Return the seconds during which the first machine is free again."""
+        """Return the seconds by which a pipeline's first machine is free before its last."""
         ...
 
 
@@ -202,6 +215,7 @@ class PrefillScheduler(Indexed, ABC):
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
+        """Book the prefill, and its load, as they were estimated for the decision."""
         # Book the estimates of the decision, not new estimates: caches and links may have changed since.
         slot, last = server.slot, self._last
         if last is None or last.request is not request or slot not in last.slots:
@@ -222,6 +236,7 @@ class PrefillScheduler(Indexed, ABC):
         """Record that the request was sent to the server at ``at``."""
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        """Remove the prefill from the queue; learn from its duration."""
         sent = self._sent.take(request, server)
         if sent is not None:
             seconds, plan = self._queues.remove(server.slot, sent.prefill, now_s), sent.plan

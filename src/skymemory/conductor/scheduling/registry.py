@@ -82,8 +82,9 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``. KV is also loaded from unranked
-    servers of ``prefill``.
+    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``.
+
+    KV is also loaded from unranked servers of ``prefill``. Without ``decoding`` the prefill server decodes, too.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.

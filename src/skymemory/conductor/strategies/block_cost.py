@@ -1,8 +1,4 @@
-"""Block cost: blocks to prefill, less blocks held, plus blocks that the server's requests occupy.
-
-Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``). Differences: no queue in the router,
-no credit for tiers.
-"""
+"""Dynamo's strategy by the cost of a request in blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +15,10 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class BlockCostSettings:
+    """Weights of ``BlockCost``: of blocks to prefill, and (0 to 1) of blocks held, which need no prefill."""
+
     prefill_scale: float = 1.0
     overlap_credit: float = 1.0
-    """Credit for a held block, 0 to 1."""
     blocks_per_server: int = 31_250
 
     def __post_init__(self) -> None:
@@ -30,6 +27,12 @@ class BlockCostSettings:
 
 
 class BlockCost(Indexed):
+    """Strategy by the fewest blocks: to prefill, less those in the server's cache, plus those that its requests occupy.
+
+    Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``). Differences: no queue in the
+    router, no credit for tiers.
+    """
+
     name = "block-cost"
 
     def __init__(self, index: PrefixIndex, settings: BlockCostSettings | None = None) -> None:
@@ -74,6 +77,7 @@ class BlockCost(Indexed):
         self._open.forget(server)
 
     def _release(self, request: Request, server: Server) -> None:
+        # Stop counting the blocks of an ended request, unless other requests at the server have them.
         if self._open.take(request, server) is None:
             return
         references = self._kept[server.slot]
@@ -84,6 +88,7 @@ class BlockCost(Indexed):
                 del references[block]
 
     def _blocks_with(self, slot: int, chain: Blocks) -> float:
+        # Return the blocks that the server's requests would occupy, with this prompt; shared blocks count once.
         references = self._kept.get(slot)
         if not references:
             return float(len(chain))

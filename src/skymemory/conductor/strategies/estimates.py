@@ -38,6 +38,7 @@ class ServerSpeeds(ABC):
         """Record the time of a whole answer."""
 
     def read_reports(self, servers: Sequence[Server]) -> None:
+        """Learn from the engines' counters: the mean prefill since the last report."""
         for server in servers:
             report = server.reported
             now = None if report is None else report.prefills
@@ -59,11 +60,7 @@ class ServerSpeeds(ABC):
 
 
 class GivenSpeeds(ServerSpeeds):
-    """Cost model, corrected by a factor per server.
-
-    Similar servers share a factor: else no idle servers would tie, and noise would send nearly all requests to one
-    server.
-    """
+    """Prefill times by a given cost model, corrected by a measured factor per server."""
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
     ALIKE = 0.1
@@ -91,6 +88,7 @@ class GivenSpeeds(ServerSpeeds):
         return [seconds[count] * self._factors.get(slot, 1.0) for slot, count in zip(slots, cached, strict=True)]
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        """Record a measured prefill; update the server's factor, the median ratio to the model."""
         expected_s = self.cost.prefill_s(max(1, tokens), max(0, min(cached, tokens - 1)))
         if seconds <= 0 or expected_s <= 0:
             return
@@ -114,6 +112,8 @@ class GivenSpeeds(ServerSpeeds):
         self._factors.pop(slot, None)
 
     def _compare(self) -> None:
+        # Similar servers share a factor: else no idle servers would tie, and noise would send nearly all requests to
+        # one server.
         usual = median(self._own.values())
         near = self.ALIKE * usual
         self._factors = {slot: usual if abs(own - usual) <= near else own for slot, own in self._own.items()}
@@ -140,10 +140,12 @@ class LearnedSpeeds(ServerSpeeds):
 
     def __init__(self) -> None:
         super().__init__()
+        # Last observations and curve of each server, and of all servers together.
         self._seen: dict[int, deque[Point]] = {}
         self._lines: dict[int, Line] = {}
         self._together: deque[Point] = deque(maxlen=2 * self.KEPT)
         self._common: Line = UNKNOWN
+        # Answers that were not streamed, used while no prefill was seen alone.
         self._whole: deque[tuple[float, float, float, float]] = deque(maxlen=4 * self.KEPT)
         self._of_whole: Line | None = None
         self._count = 0
@@ -166,6 +168,7 @@ class LearnedSpeeds(ServerSpeeds):
         return seconds
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        """Record a measured prefill; fit the server's curve and the common curve again now and then."""
         # At least one token is computed even for a fully cached prompt: its logits are needed.
         reused = cached if cached < tokens else tokens - 1
         point = (float(tokens) if tokens > 1 else 1.0, float(reused) if reused > 0 else 0.0, seconds)
@@ -191,6 +194,7 @@ class LearnedSpeeds(ServerSpeeds):
             self._show_common()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
+        """Record an answer that was not streamed, whose prefill time is not visible; used until any is."""
         if self._lines:
             return  # first bytes are more precise
         reused = cached if cached < tokens else tokens - 1
@@ -225,12 +229,10 @@ class LearnedSpeeds(ServerSpeeds):
 class DelayPrice(native.DelayPrice):
     """Delay that a second of compute on a server causes to later requests.
 
-    With arrivals at rate ``r`` and a busy share ``b``, a queue of ``w`` seconds delays later requests by ``r·w² / (2·(1
-    − b))`` seconds in total (Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with
-    queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. ``weight`` is tuned.
-
-    If even the shortest queue ``q`` (in usual prefills) is long, work on any server delays later requests alike: with
-    share ``q / (q + 1)`` the shortest queue replaces the server's own, and the price rises (``CROWDED``).
+    With arrivals at rate ``r`` and a busy share ``b``, a queue of ``w`` seconds delays later requests by
+    ``r·w² / (2·(1 − b))`` seconds in total (Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem
+    with queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. ``weight`` is
+    tuned.
 
     Rate and busy share (at most ``most_busy``) are measured with exponential weights over ``window_s``.
     """
@@ -245,4 +247,6 @@ class DelayPrice(native.DelayPrice):
 
     def delays_s(self, waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, now_s: float) -> list[float]:
         """Return the delay of later requests by this work on each server."""
+        # If even the shortest queue q (in usual prefills) is long, work on any server delays later requests alike: with
+        # share q / (q + 1) the shortest queue replaces the server's own, and the price rises (``CROWDED``).
         return delays_s(waits_s, works_s, usual_s, self.rate(len(waits_s), now_s))

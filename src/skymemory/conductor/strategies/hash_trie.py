@@ -1,8 +1,4 @@
-"""Hash trie: a tree of blocks, each with the set of servers that served it.
-
-Source: vLLM production-stack's prefix router, second of its two methods. Differences: servers over the load bound are
-skipped; a match must reach a threshold; the tree is bounded; a failed request is undone.
-"""
+"""vLLM production-stack's strategy by a tree of blocks."""
 
 from __future__ import annotations
 
@@ -29,6 +25,8 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class HashTrieSettings:
+    """Settings of ``HashTrie``: limits of the tree, of a server's load relative to the mean, and of a useful match."""
+
     max_blocks: int = 500_000
     load_factor: float = 1.25
     min_match_tokens: int = 0
@@ -41,19 +39,26 @@ class HashTrieSettings:
 
 
 class HashTrie(Scorer):
+    """Strategy by the longest match in a tree of blocks, each with the set of servers that served it.
+
+    Source: vLLM production-stack's prefix router, second of its two methods. Differences: servers over the load bound
+    are skipped; a match must reach a threshold; the tree is bounded; a failed request is undone.
+    """
+
     name = "hash-trie"
 
     def __init__(self, settings: HashTrieSettings | None = None) -> None:
         self.settings = settings or HashTrieSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+        # Servers (as bits) by chained hash, least recently used first.
         self._sets: OrderedDict[int, int] = OrderedDict()
-        """Servers (as bits) by chained hash, least recently used first."""
         self._held: RequestNotes[int] = RequestNotes()
 
     def __len__(self) -> int:
         return len(self._sets)
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        """Prefer the longest match among servers below the load bound; without a useful match the least load."""
         loads = loads_of(servers, now_s)
         prompt = request.prompt
         deep = depths(self._sets, prompt.blocks)
@@ -86,6 +91,7 @@ class HashTrie(Scorer):
             self._learn(request.prompt.blocks, server)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
+        """Forget the blocks that only this failed request would have brought to the server."""
         known = self._held.take(request, server)
         if known is None:
             return
@@ -98,6 +104,7 @@ class HashTrie(Scorer):
                 self._sets.pop(block, None)
 
     def _learn(self, blocks: Blocks, server: Server) -> None:
+        # Record that the server holds these blocks; evict the least recently used.
         sets, bit = self._sets, 1 << server.slot
         # From the end to the start, so that the head of a chain is evicted after its tail.
         for block in reversed(blocks[: self.settings.max_blocks].tolist()):

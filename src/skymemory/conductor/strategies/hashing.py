@@ -1,11 +1,4 @@
-"""Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL).
-
-SimHash: the server of the nearest signature, if near enough and not overloaded. Source: vLLM production-stack's prefix
-router, first of two methods; it hashes the signature again, which loses the similarity.
-
-CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer (first 100 characters, 256 virtual nodes, at most
-1.25 × the mean load). Differences: the bound is rounded up, salt and model are hashed too, and a threshold.
-"""
+"""Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL)."""
 
 from __future__ import annotations
 
@@ -40,10 +33,14 @@ _SET_BITS = (
 
 @dataclass(frozen=True, slots=True)
 class SimHashSettings:
+    """Settings of ``NearestSignature``."""
+
     near_bits: int = 12
-    """Largest distance; unrelated prompts differ in 32 ± 4 bits."""
+    """Largest distance of similar prompts; unrelated ones differ in 32 ± 4 bits."""
     remembered: int = 256
+    """Signatures kept per server."""
     load_factor: float = 1.25
+    """Limit of a server's load, relative to the mean."""
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
 
@@ -64,6 +61,7 @@ def signature_of(pieces: NDArray[np.uint64]) -> int:
 
 
 def distances(signature: int, signatures: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Return the number of bits in which each of ``signatures`` differs."""
     differing: NDArray[np.uint64] = np.bitwise_xor(signatures, np.uint64(signature))
     if hasattr(np, "bitwise_count"):
         bits: NDArray[np.uint8] = np.bitwise_count(differing)
@@ -80,16 +78,25 @@ def similarity(bits: float) -> float:
 
 
 class NearestSignature(Scorer):
+    """Strategy that follows the most similar prompt by SimHash, unless its server is overloaded.
+
+    Source: vLLM production-stack's prefix router, first of two methods; it hashes the signature again, which loses the
+    similarity.
+    """
+
     name = "simhash"
 
     def __init__(self, settings: SimHashSettings | None = None) -> None:
         self.settings = settings or SimHashSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
+        # Latest signatures per slot, initially the first repeated.
         self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
-        """Latest signatures per slot, initially the first repeated."""
         self._count: list[int] = []
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        """Prefer the server of the most similar recent prompt; if none is similar, or it is overloaded, the
+        least load.
+        """
         loads = loads_of(servers, now_s)
         prompt = request.prompt
         if not len(prompt.pieces):
@@ -113,6 +120,7 @@ class NearestSignature(Scorer):
         return Ranking(scores, reasons=(reason,), weights=(("bits away", bits), ("requests there", loads)))
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        # Remember the prompt's signature, in the place of the server's oldest.
         pieces = request.prompt.pieces
         if not len(pieces):
             return
@@ -154,9 +162,12 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class ChwblSettings:
+    """Settings of ``BoundedRing``."""
+
     prefix_characters: int = 100
     virtual_nodes: int = 256
     load_factor: float = 1.25
+    """Limit of a server's load, relative to the mean."""
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
 
@@ -169,7 +180,11 @@ class ChwblSettings:
 
 
 class BoundedRing(Scorer):
-    """Consistent hashing with bounded loads."""
+    """Strategy by consistent hashing of the prompt's beginning, with bounded loads.
+
+    Source: KubeAI's load balancer (first 100 characters, 256 virtual nodes, at most 1.25 × the mean load). Differences:
+    the bound is rounded up, salt and model are hashed too, and a threshold.
+    """
 
     name = "chwbl"
 
@@ -181,6 +196,7 @@ class BoundedRing(Scorer):
         self._owners: list[str] = []
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        """Prefer the first server after the hash of the prompt's beginning on the ring that is below the load bound."""
         loads = loads_of(servers, now_s)
         prompt = request.prompt
         head = prompt.head[: self.settings.prefix_characters]
@@ -205,6 +221,7 @@ class BoundedRing(Scorer):
         self._names = frozenset()  # the ring is rebuilt without it
 
     def _clockwise(self, key: int, servers: Sequence[Server]) -> list[int]:
+        # Return the positions of ``servers`` in the order of the ring from ``key`` on.
         at_of = {server.name: at for at, server in enumerate(servers)}
         if not self._names.issuperset(at_of):
             self._build(self._names.union(at_of))

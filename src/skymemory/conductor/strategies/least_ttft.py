@@ -1,8 +1,6 @@
-"""Least estimated time to first token (the default): wait in the server's queue plus compute of the uncached part.
+"""Least estimated time to first token (the default), in the spirit of Mooncake's conductor (FAST'25, algorithm 1).
 
-Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both seconds, so they need no
-weights; hot prefixes replicate by themselves. It adds the delay of later requests (``DelayPrice``), a limit on each
-server's share of recent requests (``guard_…``), and the loading of blocks outside the GPU's memory (``LoadingCosts``).
+Caches and queues are both seconds, so they need no weights; hot prefixes replicate by themselves.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of c
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
     delay_weight: float = 1.5
-    """Weight of ``DelayPrice``."""
+    """Weight of the delay of later requests (``DelayPrice``)."""
     overdue: float = 0.1
     """Remaining time of an overdue prefill, as a share of its time so far."""
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
     guard_limit: float = 4.0
-    """Limit of recent requests, relative to the mean."""
+    """Limit of a server's share of recent requests, relative to the mean."""
     guard_window_s: float = 60.0
     guard_requests: int = 80
     """Requests below which no server is limited."""
@@ -75,7 +73,7 @@ def saved_tokens(prompt: Prompt, cached: int, load: CacheLoading) -> int:
 
 
 class _Ranked(Ranking):
-    """Packed result of ``native.TtftRanker``."""
+    """Ranking as packed by ``native.TtftRanker``; unpacked on demand, as few callers read all figures."""
 
     __slots__ = ("_best", "figures")
     packed: bytes
@@ -118,10 +116,10 @@ class _Ranked(Ranking):
 
 _figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
 _score_at = struct.Struct("=d").unpack_from
+# Ticket of the prefill, cached tokens, time of sending, seconds of wait, loading.
 _Estimated = tuple[int, int, float, float, "CacheLoading"]
-"""Ticket of the prefill, cached tokens, time of sending, seconds of wait, loading."""
+# Request, servers, figures, best match if below the threshold, count of changes.
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
-"""Request, servers, figures, best match if below the threshold, count of changes."""
 
 
 # Calls during the life of a request, and what each records:
@@ -189,6 +187,7 @@ class LeastTtft(Indexed):
         return _Ranked(best, scores, figures, reasons)
 
     def _rank_by_parts(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        # Rank in Python as ``native.TtftRanker`` does: with overridden estimates, or costs of loading.
         self._last = None
         prompt = request.prompt
         self.speeds.read_reports(servers)
@@ -218,7 +217,7 @@ class LeastTtft(Indexed):
         return Ranking(scores, matched, ttfts, reasons, weights, estimated_compute_s=prefills)
 
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
-        """Return the reasons; ``unworthy``: tokens of a best match below the threshold."""
+        """Return the reasons of a ranking; ``unworthy``: tokens of a best match too short to follow."""
         reasons = [self._gain.why_not(unworthy, prompt.tokens)] if unworthy else []
         if held_back:
             names = ", ".join(server.name for server in held_back)
@@ -242,6 +241,7 @@ class LeastTtft(Indexed):
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
+        """Book the prefill in the server's queue with the estimates of the ranking."""
         slot, prompt, load = server.slot, request.prompt, NOTHING
         # The ranking has just computed all of this. It is computed again only if something changed since, or if the
         # request goes to a server that was not ranked.
@@ -294,6 +294,7 @@ class LeastTtft(Indexed):
     def _observe(
         self, request: Request, server: Server, now_s: float, cached_tokens: int | None, sent: _Estimated
     ) -> None:
+        # Learn the server's speed from the time between sending and first byte.
         # ``seconds`` is None if its start or end is unknown: it, or a request before it in the queue, was not streamed.
         prefill, matched, routed_s, wait_s, load = sent
         seconds = self._queues.remove(server.slot, prefill, now_s)
@@ -308,6 +309,7 @@ class LeastTtft(Indexed):
             self._whole.add(request, server, (prefill, saved, routed_s, wait_s, load))
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        """Learn from the time of a whole answer if it was not streamed."""
         if request.streams:
             return
         sent = self._whole.take(request, server)
@@ -331,7 +333,9 @@ class LeastTtft(Indexed):
         self._last = None
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:
-        """Penalise servers above their share until another leads."""
+        """Penalise the best servers that have had their share of recent requests until another leads; return their
+        positions.
+        """
         # The penalty keeps their order: if all are above their share, the ranking does not change.
         held_back: list[int] = []
         while len(held_back) < len(slots):
@@ -358,10 +362,9 @@ As in llm-d (``llm-d-kv-cache-manager/pkg/kvcache/backend.go``) and Dynamo (``di
 
 @dataclass(frozen=True, slots=True)
 class CacheLoading:
-    """Cost of loading: the sum of both fields."""
+    """Cost of loading cached blocks into the GPU's memory, in blocks to compute and in seconds, which add up."""
 
     blocks: float = 0.0
-    """Equivalent in blocks to compute."""
     seconds: float = 0.0
 
     def part(self, part: float) -> CacheLoading:
@@ -372,7 +375,7 @@ NOTHING = CacheLoading()
 
 
 class LoadingCosts:
-    """Loading costs by an index with media; ``load_s`` is per block."""
+    """Costs of loading blocks that a server holds outside its GPU's memory; ``load_s``: seconds per block by medium."""
 
     def __init__(self, index: PreciseIndex, load_s: Mapping[str, float]) -> None:
         self._index = index
@@ -384,7 +387,9 @@ class LoadingCosts:
         return self._index.beyond_gpu
 
     def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[CacheLoading]:
-        """Return the costs per slot; ``under_way`` has leading blocks or nothing."""
+        """Return the costs per slot; ``under_way``: leading blocks being computed there, which need no load, or
+        nothing.
+        """
         loads = self._costs(blocks, slots)
         # Blocks under way will be in the GPU's memory when this prompt's turn comes: they cost nothing.
         for at, depth in enumerate(under_way):

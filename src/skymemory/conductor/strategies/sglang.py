@@ -1,11 +1,4 @@
-"""SGLang's two policies over a prefix index of blocks: ``radix`` (``cache_aware``) and ``lmetric``.
-
-Radix, from SGLang's router: load decides if max − min > 64 requests and max > 1.5 × min; otherwise the longest match
-over 0.3 of the prompt, else least load. Differences: of equal matches the least load; failed requests are undone.
-
-LMetric, from its model gateway (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"): the least
-``(prompt − matched) · (requests there + 1)``. Difference: the tree is bounded by the server's capacity.
-"""
+"""SGLang's two policies over a prefix index of blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +14,10 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class RadixSettings:
+    """Thresholds of ``Radix``; load is a server's number of requests."""
+
     balance_absolute: float = 64.0
-    """Difference of requests above which load decides."""
+    """Difference of loads above which load decides (if the ratio is above ``balance_relative``, too)."""
     balance_relative: float = 1.5
     min_match_tokens: int = 0
     min_match_ratio: float = 0.3
@@ -37,6 +32,12 @@ class RadixSettings:
 
 
 class Radix(Indexed):
+    """Strategy by load if it differs much, otherwise by the longest match, otherwise by load.
+
+    Source: ``cache_aware`` of SGLang's router. Differences: of equal matches the least load; failed requests are
+    undone.
+    """
+
     name = "radix"
 
     def __init__(self, index: PrefixIndex, settings: RadixSettings | None = None) -> None:
@@ -62,8 +63,7 @@ class Radix(Indexed):
         return ranked_by_load(loads, reason, matched)
 
 
-_TIE = 1e-6
-"""Weight of requests among equal products."""
+_TIE = 1e-6  # weight of requests among equal products
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,12 @@ class LMetricSettings:
 
 
 class LMetric(Indexed):
+    """Strategy by the least ``(prompt − matched) · (requests there + 1)``.
+
+    Source: SGLang's model gateway (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"). Difference:
+    the tree is bounded by the server's capacity.
+    """
+
     name = "lmetric"
 
     def __init__(self, index: PrefixIndex) -> None:

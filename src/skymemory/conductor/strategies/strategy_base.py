@@ -31,7 +31,7 @@ Note = TypeVar("Note")
 
 
 class RequestNotes(Generic[Note]):
-    """Notes on sent requests, by request and server; repeated sends queue their notes.
+    """Notes on requests sent and not answered yet, by request and server; repeated sends queue their notes.
 
     Requests are kept alive, so that ids are not reused.
     """
@@ -49,6 +49,7 @@ class RequestNotes(Generic[Note]):
             self._further.setdefault(key, []).append(note)
 
     def take(self, request: Request, server: Server) -> Note | None:
+        # The first note is returned; the next, of a repeated send, takes its place.
         key = (id(request), server.slot)
         entry = self._open.pop(key, None)
         if entry is None:
@@ -88,10 +89,8 @@ def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[i
 
 
 def load_bound(loads: Sequence[float], factor: float) -> int:
-    """Return the requests that a server may have, including the new request.
-
-    Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016).
-    """
+    """Return the requests that a server may have, including the new request."""
+    # Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016).
     return math.ceil(factor * (sum(loads) + 1.0) / len(loads))
 
 
@@ -102,7 +101,9 @@ def check_factor(factor: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GainThreshold:
-    """Threshold of a match, in tokens and in share of the prompt."""
+    """Least match worth following, in tokens and as a share of the prompt: a short one is not worth
+    unbalanced loads.
+    """
 
     tokens: int = 0
     ratio: float = 0.0
@@ -176,11 +177,12 @@ class Indexed(Scorer):
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
         self.index = index
         self._set_capacity = getattr(index, "set_capacity", None)
+        # Prompts sent and not computed yet, counted as held.
         self._counts_under_way = under_way_blocks > 0
         self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
         self._notes: RequestNotes[Sent] = RequestNotes()
+        # Believed blocks and last prompt block, which detects a reused id, of requests being answered.
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
-        """Believed blocks and last prompt block, which detects a reused id, of requests being answered."""
 
     def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
         per_block, tokens = prompt.block_tokens, prompt.tokens
@@ -228,7 +230,7 @@ class Indexed(Scorer):
         self.learn(request, server, self.arrived(request, server), cached_tokens)
 
     def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
-        """Record that the server holds the prompt."""
+        """Record that the server, which has answered, holds the prompt; correct earlier beliefs."""
         prompt = request.prompt
         blocks = prompt.blocks
         if not len(blocks):
@@ -249,6 +251,7 @@ class Indexed(Scorer):
         self.index.learn(server.slot, blocks)
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        """Correct the index by the cached tokens that the end of an answer reports."""
         blocks = request.prompt.blocks
         believed, last = self._answering.pop((id(request), server.slot), (0, 0))
         if not believed or not len(blocks) or blocks.item(-1) != last:
@@ -267,7 +270,7 @@ class Indexed(Scorer):
         self.index.forget(server.slot)
 
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
-        """Drop unconfirmed blocks; return True if any were dropped."""
+        """Drop blocks that were believed to be cached and were not; return True if any were."""
         confirmed = int(cached_tokens / prompt.block_tokens)
         # One block more than reported is allowed, because engines recompute the last block of a fully cached prompt.
         return confirmed + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, confirmed) > 0

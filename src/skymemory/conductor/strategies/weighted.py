@@ -1,12 +1,4 @@
-"""``approximate`` and ``precise``: a weighted sum of queue, KV cache usage and matched prefix.
-
-Source: the Gateway API inference extension's endpoint picker, with weights 2, 2 and 3. Differences: the index counts
-contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported capacities; requests sent
-since a report count; a server without a report counts as average.
-
-``precise`` uses an index fed by events. Source: llm-d's precise prefix cache scorer. As there, sent prompts can count
-as held for a while.
-"""
+"""``approximate`` and ``precise``: a weighted sum of queue, KV cache usage and matched prefix."""
 
 from __future__ import annotations
 
@@ -26,6 +18,10 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class WeightedSettings:
+    """Weights of a short queue, a free KV cache and a matched prefix in a server's score, and the least
+    useful match.
+    """
+
     queue_weight: float = 2.0
     kv_weight: float = 2.0
     prefix_weight: float = 3.0
@@ -45,6 +41,13 @@ class ApproximateSettings(WeightedSettings):
 
 
 class Approximate(Indexed):
+    """Strategy by a weighted sum of queue, KV cache usage and matched prefix.
+
+    Source: the Gateway API inference extension's endpoint picker, with weights 2, 2 and 3. Differences: the index
+    counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported capacities;
+    requests sent since a report count; a server without a report counts as average.
+    """
+
     name = "approximate"
 
     def __init__(
@@ -52,6 +55,7 @@ class Approximate(Indexed):
     ) -> None:
         super().__init__(index, under_way_blocks)
         self.settings = settings or ApproximateSettings()
+        # Requests sent to a server since its report at this time.
         self._since: dict[int, tuple[float, int]] = {}
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
 
@@ -83,6 +87,7 @@ class Approximate(Indexed):
         return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
+        """Count the requests sent since the server's last report."""
         super().routed(request, server, now_s)
         if (report := server.reported) is not None:
             at_s, sent = self._since.get(server.slot, (report.at_s, 0))
@@ -93,6 +98,7 @@ class Approximate(Indexed):
         self._since.pop(server.slot, None)
 
     def _loads(self, servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:
+        # Return, per server, the requests that wait and the free share of the KV cache.
         queues: list[float] = []
         free: list[float | None] = []
         for server in servers:
@@ -117,11 +123,12 @@ MOST_BLOCKS = 8192
 
 @dataclass(frozen=True, slots=True)
 class PreciseSettings(WeightedSettings):
+    """Settings of ``Precise``; weights of a held block by medium, as llm-d's ``kvCacheBackendConfigs``."""
+
     block_tokens: int = 16
     speculative_s: float = 0.0
     """Time for which a sent prompt counts as held; 0: only events count."""
     gpu_weight: float = WEIGHTS[GPU]
-    """Weight by medium (llm-d's ``kvCacheBackendConfigs``)."""
     cpu_weight: float = WEIGHTS[CPU]
     disk_weight: float = WEIGHTS[DISK]
     remote_weight: float = WEIGHTS[REMOTE]
@@ -141,6 +148,8 @@ class PreciseSettings(WeightedSettings):
 
 
 class Precise(Approximate):
+    """Variant with an index fed by KV events. Source: llm-d's precise prefix cache scorer."""
+
     name = "precise"
 
     def __init__(self, index: PreciseIndex, settings: PreciseSettings | None = None) -> None:
@@ -149,8 +158,8 @@ class Precise(Approximate):
         self._events = index
         self._speculative_s = settings.speculative_s
         self._speculative = under_way(MOST_BLOCKS, index.secret)
+        # Sent prompts by request id and slot, in order of expiry.
         self._until: OrderedDict[tuple[int, int], tuple[float, Request, int]] = OrderedDict()
-        """Sent prompts by request id and slot, in order of expiry."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         # All prompts count for the same time, so they expire in the order in which they were sent.

@@ -36,6 +36,8 @@ class Beside(Protocol):
 
 
 class CakePrefill:
+    """Prefill of a prompt by Cake: its front is computed while its back is loaded."""
+
     def __init__(self, model: PreTrainedModel, cake: Cake, options: dict[str, Any]) -> None:
         self.cake = cake
         self.beside: Beside | None = None
@@ -76,6 +78,7 @@ class CakePrefill:
         self.cake.close()
 
     def _run(self, session: LoadingSession, cache: SkyCache, ids: Tokens, budget: int) -> None:
+        # Compute steps, each shared with ``beside`` if set, until they meet the loaded chunks.
         prompt = torch.from_numpy(ids).to(self._model.device)[None]
         if self.beside is None:
             while (step := session.next_step()) is not None:
@@ -99,6 +102,7 @@ class CakePrefill:
                 session.set_budget(budget)
 
     def _compute(self, step: ComputeStep, cache: SkyCache, ids: Tokens, prompt: torch.Tensor) -> None:
+        # Chunks loaded in front of this step become contents.
         if cache.get_seq_length() != step.first_token:
             cache.fill(ids[: step.first_token])
         with torch.inference_mode():
@@ -147,6 +151,7 @@ class OtherPrompts:
         return round(step_tokens * self.share) if self._waiting else step_tokens
 
     def run(self, tokens: int, until: Callable[[], bool]) -> int:
+        """Compute up to ``tokens`` tokens of the waiting prompts, until ``until`` returns True; return their number."""
         ran = 0
         while ran < tokens and self._waiting and not until():
             number, ids = self._waiting[0]

@@ -1,7 +1,4 @@
-"""Calls of a model: the argument for its cache, and those of this package's own passes.
-
-transformers 5.24 renamed ``past_key_values`` to ``cache``, so the name is read from the model's signature.
-"""
+"""Calls of a model: the argument for its cache, and those of this package's own passes."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from skymemory.engine.transformers.kv_cache import SkyCache
 
-_CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the argument, newest first."""
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # names of the argument, newest first
 
 
 def cache_argument(model: torch.nn.Module) -> str:
@@ -38,7 +34,7 @@ def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> SkyCache
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Request only the last token's logits, if possible."""
+    """Return the option for only the last token's logits, if any."""
     return {"logits_to_keep": 1} if "logits_to_keep" in _parameters(type(model).forward) else {}
 
 
@@ -52,6 +48,7 @@ def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1)
 @lru_cache(maxsize=16)
 def _cache_argument(forward: Callable[..., Any]) -> str:
     # A forward with neither name passes its arguments on to a model of this release, whose generate names it.
+    # transformers 5.24 renamed ``past_key_values`` to ``cache``.
     for named in (_parameters(forward), _parameters(GenerationMixin.prepare_inputs_for_generation)):
         if accepted := [name for name in _CACHE_ARGUMENTS if name in named]:
             return accepted[0]

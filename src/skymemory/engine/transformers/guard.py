@@ -40,10 +40,10 @@ from skymemory.metrics import Counters
 _log = logging.getLogger(__name__)
 
 _ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
+# Arguments that request an output for each token.
 _ALL_ALONG = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
-"""Arguments that request an output for each token."""
+# Arguments with a type per token; in most models zeros have no effect.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments with a type per token; in most models zeros have no effect."""
 
 UNSEEN = "a forward pass that the guard did not see"
 DROPPED = "the cache was dropped before use"
@@ -83,6 +83,8 @@ class Guard:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # Find the cache, check that the model is unchanged, make the common prefix of input and loaded tokens contents,
+        # cut it from the input, and record the tokens that the model appends.
         passed_cache = find_cache(args, kwargs)
         if passed_cache is None or module is not self._model:
             return None
@@ -126,6 +128,7 @@ class Guard:
             raise
 
     def _prepare(self, cache: SkyCache, start: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        # Return the arguments without the tokens that the cache supplies, and record the others.
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
         if not cache.has_recorded(start):  # the loaded tokens do not continue contents from unseen passes
@@ -159,6 +162,7 @@ class Guard:
         return False
 
     def on_pass_end(self, cache: SkyCache, output: object = None) -> None:
+        """End a pass: refuse gradients through loaded tokens, and count the tokens that it did not compute."""
         cache.on_pass_end()
         if cache.filled and torch.is_grad_enabled():
             _refuse_gradients(output, cache.filled)
@@ -167,12 +171,14 @@ class Guard:
             self._count("used_tokens_total", cache.result.usage.use(start, stop))
 
     def settle(self, cache: SkyCache) -> None:
+        """Count as unused what no pass needed of a dropped cache."""
         usage = cache.result.usage
         self.settle_unseen(cache)
         reason = BEYOND if usage.is_in_use else DROPPED
         self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
 
     def settle_unseen(self, cache: SkyCache) -> None:
+        """Count and warn if passes without the guard (``model.forward``) computed loaded tokens again."""
         usage = cache.result.usage
         if not cache.passed_unseen or cache.skipping is not None:
             return
@@ -202,6 +208,7 @@ class Guard:
         return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        # Make the loaded tokens that the input begins with contents of the cache; return the arguments of the others.
         loaded = cache.loaded[start:]
         if not start:
             _check_begins(cache, arguments)
@@ -259,6 +266,7 @@ class Guard:
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
+        # Compute all ``start`` tokens again after a crop to fewer than a sliding window needs.
         known, padding, rows = cache.tokens(), cache.padding, cache.rows
         if len(known) != start:
             raise CacheMisuse(
@@ -283,6 +291,7 @@ class Guard:
         cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
+        # Count and drop the loaded tokens beyond ``usable``; warn of the reason ``why``.
         start = int(cache.get_seq_length())
         unused = cache.result.usage.refuse(start + usable, start + loaded, why)
         self._count("unused_tokens_total", unused, why)
@@ -294,7 +303,7 @@ class Guard:
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
     def _read(self, start: int, arguments: dict[str, Any]) -> _ForwardCall | str:
-        """Return the input, if it is tokens at consecutive positions; else a description."""
+        """Return the input, if it is tokens at consecutive positions; else the reason why the cache cannot serve it."""
         ids = arguments.get("input_ids")
         if ids is None or ids.dim() != 2:
             return "embeddings instead of tokens"
@@ -334,6 +343,7 @@ class Guard:
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
+        # Return True if all rows are the same tokens at consecutive positions: only such contents are stored.
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
             return False
         rows, width = ids.shape
@@ -361,6 +371,8 @@ class Guard:
 
 
 class GuardHook:
+    """Hook before and after the model's passes; a copy of the model gets one without guard."""
+
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = None if guard is None else weakref.ref(guard)
 
@@ -368,6 +380,7 @@ class GuardHook:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *output: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # torch calls it before a pass with (args, kwargs), and after it with the output, too.
         guard = self._guard() if self._guard is not None else None
         if kwargs is None:  # removed after this pass began: torch no longer passes kwargs
             return None
@@ -398,13 +411,12 @@ def _no_gradient(tokens: int, gradient: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    ids: torch.Tensor
-    """(rows, tokens), without the common padding."""
+    """Input of a forward pass that a cache can serve in part."""
+
+    ids: torch.Tensor  # (rows, tokens), without the common padding
     padding: int
-    kept: int
-    """Number of last tokens to compute for their logits."""
-    shifts: tuple[int, ...] = ()
-    """Further left padding by row; empty if all are equally long."""
+    kept: int  # number of last tokens to compute for their logits
+    shifts: tuple[int, ...] = ()  # further left padding by row; empty if all are equally long
 
     @property
     def rows(self) -> int:
@@ -419,6 +431,7 @@ class _ForwardCall:
         return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
+        """Return the number of leading tokens at which all rows equal ``loaded``."""
         length = min(len(loaded), self.tokens)
         differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
         for row, shift in enumerate(self.shifts):
@@ -444,6 +457,7 @@ def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
 
 
 def _count_on(positions: torch.Tensor, start: int, paddings: list[int]) -> bool:
+    # Return True if positions count from ``start``, in each row less its left padding.
     places = torch.arange(start, start + positions.shape[-1], device=positions.device)
     left_paddings = torch.tensor(paddings, device=positions.device)[:, None]
     return not bool(((positions != places - left_paddings) & (places - start >= left_paddings)).any())
@@ -456,6 +470,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _rest_of(arguments: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
+    # Cut the first ``tokens`` tokens, which the cache supplies, from a call's arguments.
     remaining = dict(arguments)
     for name in (*_ALONG_THE_PROMPT, *_TYPES):
         if (value := remaining.get(name)) is not None:
@@ -473,6 +488,7 @@ def _without_padding(arguments: dict[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _check_begins(cache: SkyCache, arguments: dict[str, Any]) -> None:
+    # Raise CacheMisuse if a call has only the tokens after the loaded ones, without ``begin``.
     ids, mask, loaded = arguments.get("input_ids"), arguments.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
@@ -500,6 +516,7 @@ def _check_whole(cache: SkyCache) -> None:
 
 
 def _check_follows(cache: SkyCache, start: int, arguments: dict[str, Any]) -> None:
+    # Raise CacheMisuse if the tokens after ``begin`` are not those of the cache's prompt.
     ids, prompt = arguments.get("input_ids"), cache.prompt[start:]
     if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return
@@ -515,6 +532,7 @@ def _check_follows(cache: SkyCache, start: int, arguments: dict[str, Any]) -> No
 
 
 def _check_sees(start: int, arguments: dict[str, Any]) -> None:
+    # Raise CacheMisuse if the attention mask hides loaded tokens.
     mask = arguments.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
         loaded = mask[..., :start]
@@ -526,6 +544,7 @@ def _check_sees(start: int, arguments: dict[str, Any]) -> None:
 
 
 def _check_goes_on(start: int, arguments: dict[str, Any]) -> None:
+    # Raise CacheMisuse if the mask shows that the cache's contents are of another call.
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]
@@ -543,10 +562,8 @@ _RUNS = 3
 
 
 def estimated_token_s(model: torch.nn.Module) -> float | None:
-    """Estimate the seconds per prompt token by the largest matrix, scaled by all matrices; None without any.
-
-    A lower bound: without attention, overhead, the embedding (a lookup) and the head (for the last token only).
-    """
+    """Estimate the seconds per prompt token by the largest matrix, scaled by all matrices; None without any."""
+    # A lower bound: without attention, overhead, the embedding (a lookup) and the head (for the last token only).
     excluded = {
         weight
         for module in (_part(model, "get_input_embeddings"), _part(model, "get_output_embeddings"))
@@ -577,10 +594,7 @@ def _part(model: torch.nn.Module, name: str) -> object:
 
 
 class ComputeClock:
-    """Hooks on ``model`` that report the duration of all its passes to ``rate``.
-
-    Only on CPU: elsewhere a pass returns before its work is done, and waiting would stall the device.
-    """
+    """Hooks on ``model`` that report the duration of all its passes to ``rate``."""
 
     _model: weakref.ref[torch.nn.Module] | None = None
 
@@ -616,6 +630,7 @@ class ComputeClock:
         if started_s is None:  # the pass began before the hooks were added
             return
         self._begun.at_s = None
+        # Only on CPU: elsewhere a pass returns before its work is done, and waiting would stall the device.
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, torch.Tensor) and ids.device.type == "cpu":
             self._rate.record(ids.numel(), time.perf_counter() - started_s)

@@ -61,8 +61,8 @@ GROW_TOKENS = 256
 KEEP_CACHES = 2
 """Handed-out caches kept until ``add_blocks``, as ``generate`` keeps none."""
 
+# Tolerance, as a share of the mean magnitude of keys and values; 16-bit rounding is a tenth of it.
 _FOREIGN_TOLERANCE = 0.1
-"""Tolerance, as a share of the mean magnitude of keys and values; 16-bit rounding is a tenth of it."""
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
@@ -70,6 +70,10 @@ _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken:
+    """Contents of a cache for storing: ``ready`` blocks by part, states by position (``stops``), and complete blocks
+    (``covered``).
+    """
+
     sources: list[CacheSource]
     ready: list[list[int]]
     stops: dict[int, bytes]
@@ -291,6 +295,7 @@ class KVCManager:
         return cache
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
+        # A new cache with the longest stored prefix of ``ids``; ``account``: count it as a user's request.
         cache = self._empty(len(ids))
         if self._states is not None:
             cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
@@ -312,6 +317,7 @@ class KVCManager:
         seconds: dict[str, float],
         account: bool,
     ) -> LoadResult:
+        # Load the longest prefix that ends where recurrent states are stored: without them no prefix is of use.
         block = self.layout.block_tokens
         result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={Miss.NO_STATE: len(ids) // block})
         for index in stored.find(ids, limit_tokens // block):
@@ -331,6 +337,7 @@ class KVCManager:
         return result
 
     def _add(self, ids: Tokens, passed_cache: Cache | None, seconds: dict[str, float]) -> StoreResult:
+        # Store what the store lacks: first from a cache that has these tokens, then by computing the remaining blocks.
         with self._lock:
             self._check_open()
             self._settle_unseen()
@@ -389,6 +396,7 @@ class KVCManager:
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
+        # Return the number of leading blocks to compute, so that all missing blocks can be stored.
         first, *windowed = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
         for part, part_missing in windowed:
@@ -397,6 +405,7 @@ class KVCManager:
         return 1 + max(wanted, default=-1)
 
     def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
+        # Return what the cache has of these tokens; nothing if another thread resets it meanwhile.
         nothing = _Taken([], [[] for _ in missing], {}, 0)
         if not isinstance(cache, SkyCache):
             ready = self._ready(missing, cache, covered)
@@ -419,6 +428,7 @@ class KVCManager:
             self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
 
     def _computed(self, ids: Tokens, passed_cache: Cache | None) -> tuple[Cache | None, int]:
+        # Return the cache with most of these tokens, passed or handed out before, and its number of complete blocks.
         tokens = self.layout.block_tokens
         if passed_cache is not None and not isinstance(passed_cache, SkyCache):
             length = min(foreign_length(passed_cache, self.layout), len(ids))
@@ -441,6 +451,7 @@ class KVCManager:
         return best, most // tokens
 
     def _check_given(self, passed_cache: Cache, ids: Tokens) -> None:
+        # Compute a block and raise InvalidInput if a foreign cache begins otherwise.
         ours, _ = self._prefill_into(self._empty(len(ids)), ids)
         for mine, theirs in zip(ours.layers, passed_cache.layers, strict=True):
             for own, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
@@ -458,6 +469,7 @@ class KVCManager:
             return self._prefill_into(self._load(ids, len(ids), {}, account=False), ids)
 
     def _prefill_into(self, cache: SkyCache, ids: Tokens) -> tuple[SkyCache, int]:
+        # Compute the remaining tokens; return the cache and their number. Passes end where states are kept.
         words = self.model.get_input_embeddings().weight.shape[0]
         if len(ids) and ids.max() >= words:
             raise InvalidInput(f"token id {ids.max()} is outside the model's vocabulary of {words}")
@@ -477,6 +489,7 @@ class KVCManager:
         return -(-(prompt_tokens + GROW_TOKENS) // self.layout.block_tokens) * self.layout.block_tokens
 
     def _refresh_identity(self) -> None:
+        # Adopt a changed model: its blocks have another context. If it cannot be served, caches are empty.
         unservable = ""
         try:
             renewed = self._identity.renew()

@@ -1,7 +1,4 @@
-"""Identity of a model in the context of its blocks, and checks for changes of the model.
-
-A digest of all weights takes about a second, a check about 0.1 ms; only changed tensors are hashed again.
-"""
+"""Identity of a model in the context of its blocks, and checks for changes of the model."""
 
 from __future__ import annotations
 
@@ -32,6 +29,7 @@ from skymemory.kv.context import CacheContext
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
+# Fields that do not affect keys and values (dtype is in the layout).
 _NOT_IDENTITY = (
     "_name_or_path",
     "name_or_path",
@@ -47,19 +45,20 @@ _NOT_IDENTITY = (
     "label2id",
     "problem_type",
 )
-"""Fields that do not affect keys and values (dtype is in the layout)."""
+# Implementations of the same attention; others are part of the identity.
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
-"""Implementations of the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
 
 
 class Care(IntEnum):
+    """Thoroughness of a check for changes of a model, each with those before it."""
+
     STEP = 0
-    """Settings, such as active adapters."""
+    """Settings, such as active adapters: before a decoding step."""
     CALL = 1
     """Also modules and tensors: the same objects, not written to."""
     USE = 2
-    """Also additions, modes, code, and samples of the numbers."""
+    """Also additions, modes, code, and samples of the numbers: before loaded tokens are used."""
 
 
 class Identity:
@@ -101,6 +100,7 @@ class Identity:
         return self.context != before
 
     def _probe(self) -> None:
+        # Check that the model can be served; determine the layout of its blocks.
         model = self._model
         check_supported(model)
         if where := foreign_code(model):
@@ -153,6 +153,7 @@ def conditions() -> str:
 
 
 def model_identity(model: PreTrainedModel) -> str:
+    """Return the model's type and a digest of the settings that affect its keys and values."""
     fields = {
         key: value
         for key, value in model.config.to_dict().items()
@@ -193,6 +194,7 @@ def _backend_text(backend: Any) -> str:
 
 _PIECE_BYTES = 32 << 20
 _SETTING = (bool, int, float, str, type(None), torch.dtype)
+# Attributes that do not affect what a module computes.
 _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
     "name_or_path",
     "warnings_issued",
@@ -207,22 +209,22 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
     "_pp_plan",
     "model_tags",
 }
-"""Attributes that do not affect what a module computes."""
 
+# Modules whose hooks change nothing; transformers' stay after a request for hidden states.
 _HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.transformers.layer_reports"}
-"""Modules whose hooks change nothing; transformers' stay after a request for hidden states."""
 
+# Packages whose replaced code gives the same results, or depends on tensors and settings.
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
-"""Packages whose replaced code gives the same results, or depends on tensors and settings."""
 
-_SAMPLE = 16
-"""Number of compared elements: uncounted writes (``.data``, numpy) mostly change the entire tensor."""
+_SAMPLE = 16  # number of compared elements: uncounted writes (``.data``, numpy) mostly change the entire tensor.
 
 _Look = tuple[object, ...]
 
 
 @dataclass(slots=True)
 class _Digested:
+    """Hashes of a tensor's pieces, valid while its address and version (``look``) are the same."""
+
     tensor: weakref.ref[torch.Tensor]
     look: _Look
     pieces: list[bytes]
@@ -235,11 +237,13 @@ class _OneOf(frozenset[str]):
     __hash__ = frozenset.__hash__
 
 
+# Implementations of the same experts, between which ``generate`` switches on a GPU.
 _SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
-"""Implementations of the same experts, between which ``generate`` switches on a GPU."""
 
 
 class _Rows:
+    """Values of attributes or items (holder, key, value), to find those replaced later."""
+
     def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
         rows = list(rows)
         self._places = [(holder, key) for holder, key, _ in rows]
@@ -301,6 +305,7 @@ class _Snapshot:
         self._samples = [(of_one_kind, _bytes_of(of_one_kind)) for of_one_kind in views.values()]
 
     def same(self, care: Care = Care.USE) -> bool:
+        """Return True if nothing changed since, as far as ``care`` checks."""
         if not self._settings.equal():
             return False
         if care >= Care.CALL and not self._same_tensors():
@@ -352,9 +357,8 @@ class Fingerprint:
         return name
 
     def digest(self) -> str:
-        """Return ``sha256:…`` over 32 MiB pieces, in parallel: 2.2 GB take under a second.
-
-        Raises UnsupportedModel for state that cannot be hashed; ``changed`` then stays True.
+        """Return ``sha256:…`` over all state, in parallel. Raises UnsupportedModel for state that cannot be hashed;
+        ``changed`` then stays True.
         """
         if self._snapshot is not None and not self._snapshot.same_numbers():
             self._known = {}  # written without torch's knowledge: version counters are useless
@@ -450,6 +454,7 @@ def _is_counted(tensor: torch.Tensor) -> bool:
 
 
 def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
+    # Return views of a few elements, in the middle and at the end.
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
     if not is_plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
         return []
@@ -468,6 +473,7 @@ def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+    # Yield tensors in attributes that torch does not register, with their name, holder and key.
     if isinstance(module, PreTrainedModel):  # state between calls
         return
     for name, value in module.__dict__.items():
@@ -503,6 +509,7 @@ def _settings(module: torch.nn.Module) -> dict[str, object]:
 
 
 def _plain_of(attributes: Mapping[str, object]) -> dict[str, object]:
+    # Return copies of the attributes that are plain settings, such as numbers and texts.
     own: dict[str, object] = {}
     for name, value in attributes.items():
         if isinstance(value, (*_SETTING, torch.ScriptObject)):
@@ -527,6 +534,7 @@ def _text(settings: Mapping[str, object]) -> str:
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # Yield all state of a model by name, as tensors.
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -537,6 +545,7 @@ def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    # Yield the tensors within a value of a state dict, however nested.
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -554,6 +563,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
+    # Return a tensor's bytes in pieces, to be hashed in parallel.
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
         names, _ = tensor.__tensor_flatten__()

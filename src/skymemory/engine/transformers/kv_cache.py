@@ -138,12 +138,14 @@ def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(room, np.uint8)
 
 
+# True for transformers 4.
 _KEYS_ALONE = "value_states" not in inspect.signature(DynamicLayer.lazy_initialization).parameters
-"""True for transformers 4."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Layer whose keys and values are in ``room``, each (kv_heads, room_tokens, width), as long as they fit."""
+    """Layer of a cache that appends tokens in place while ``room``, keys and values (kv_heads, room_tokens, width),
+    lasts.
+    """
 
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
@@ -181,6 +183,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
                 f"a model in {kind} continues a cache in {self.keys.dtype}: it was converted since. Get another "
                 "cache and pass it all tokens, past_key_values=kvc.get_cache(tokens)"
             )
+        # Operations that do not fit the room (crop, beams, other devices) use DynamicLayer's way from here on.
         if (
             room is None
             or self.keys is not self._in_place
@@ -193,6 +196,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self._room = self._in_place = None
             keys, values = super().update(key_states, value_states, *args, **kwargs)
             return keys, values
+        # DynamicLayer would copy all that it has.
         room[0][:, start:end] = key_states[0]
         room[1][:, start:end] = value_states[0]
         self.fill(end)
@@ -215,7 +219,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class TokenMask:
-    """Record of the tokens that windowed layers hold."""
+    """Record of the tokens that layers with a sliding window hold, since only the last window of a prefix is loaded."""
 
     def __init__(self, window: int, room_tokens: int) -> None:
         self._window = window
@@ -238,6 +242,7 @@ class TokenMask:
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
+        """Return for each length up to ``most`` if the window at its end is complete."""
         missing = np.zeros(most + 1, np.int64)
         known = self._tokens[:most]
         missing[1 : len(known) + 1] = np.cumsum(~known)
@@ -300,6 +305,8 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
+    """Kind of a model's layer: ``attention`` over all tokens or the last ``window``, recurrent ``states``, or both."""
+
     attention: bool = True
     window: int | None = None
     states: int = 0
@@ -314,6 +321,8 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
+    """Layers with the same window (None: all tokens), whose blocks are stored together."""
+
     window: int | None
     layers: tuple[int, ...]
 
@@ -335,7 +344,7 @@ def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
 
 
 class GroupRoom:
-    """Part of the room of a group: the sink of its ``BlockCache``."""
+    """Room for the keys and values of a layer group: the sink of its ``BlockCache``."""
 
     def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
         """``rooms``: keys and values, each (layers, kv_heads, tokens, width)."""
@@ -346,7 +355,9 @@ class GroupRoom:
         self.presence = None if group.window is None else TokenMask(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """See ``cache.blocks.RowSink``. None on a device, or if a token is present."""
+        """Return where the store may write block ``index`` directly (``RowSink``); None on a device, or if a token is
+        present.
+        """
         layout = self._layout
         start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
         room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
@@ -363,6 +374,7 @@ class GroupRoom:
             self.presence.mark_present(index * tokens, (index + 1) * tokens)
 
     def place(self, index: int, block: memoryview) -> None:
+        # Copy a loaded block to its tokens.
         tokens = self._layout.block_tokens
         if self._staging is not None:
             self._staging.place(index, block)
@@ -377,6 +389,7 @@ class GroupRoom:
             self._staging.flush()
 
     def find_missing_blocks(self, tokens: int) -> list[int]:
+        """Return the blocks that a token after ``tokens`` attends to and that are not loaded."""
         if self.presence is None:
             return []
         block = self._layout.block_tokens
@@ -461,8 +474,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
-        self._closed = False
-        """True if the tokens after ``_seen`` are unknown."""
+        self._closed = False  # true if the tokens after ``_seen`` are unknown
         self._readers = 0
         self.begun = 0
         """Sequence lock for readers in other threads: odd during a reset."""
@@ -545,7 +557,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """Return how many loaded tokens can become contents: up to a complete window, with kept states, if any."""
+        """Return how many of the next ``tokens`` loaded tokens can become contents: up to a complete window, at kept
+        states.
+        """
         length = self.held_tokens
         if not all(layer.in_place for layer in self._attention):
             return 0
@@ -568,6 +582,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
+        """Return the positions up to ``end`` at which a pass must end, so that recurrent states can be kept."""
         length, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
@@ -593,7 +608,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _is_user_defined(self) -> bool:
-        """Flag that ``generate`` sets first; as it passes its whole prompt, a used cache is rewound."""
+        """Flag that ``generate`` sets first. It passes its whole prompt, so a used cache is rewound."""
         return self._handed_to_generate
 
     @_is_user_defined.setter
@@ -678,6 +693,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Crop the contents; drop loaded tokens and kept states."""
         self._account()
         super().crop(tokens_to_remove)
         self._accounted = self.held_tokens
@@ -688,6 +704,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._seen_tokens = len(self._seen[0])
 
     def reset(self) -> None:
+        # Odd during the reset: readers in other threads check this number.
         self.begun += 1
         self._account()
         super().reset()
@@ -716,7 +733,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row right, behind padding hidden by the caller's mask. Columns then differ: nothing is stored."""
+        """Move each row right by its ``shifts``, behind padding that the mask hides. Such contents are not stored."""
         for layer in self._attention:
             for name in ("keys", "values"):
                 tensor: torch.Tensor = getattr(layer, name)
@@ -761,6 +778,7 @@ def _of_tokens(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # Split a room into keys and values, each (layers, kv_heads, tokens, width).
     of_keys, of_values = layout.widths
     if of_keys == of_values:  # laid out like a block
         both = room.view(layout.layers, 2, layout.kv_heads, tokens, of_keys)
@@ -771,6 +789,7 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
+    # Return the memory of keys and values if a block's rows can be written there directly; else None.
     layers, heads, tokens, width = keys.shape
     layer_items = heads * tokens * width
     if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != layer_items * keys.element_size():
@@ -782,10 +801,8 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 
 
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
-
-    numpy copies 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
-    """
+    """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head)."""
+    # numpy copies 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
 
@@ -809,13 +826,13 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 # memory on a separate stream, and scattered. The same code works on CPU, for tests.
 
 _AT_ONCE_BYTES = 64 << 20
-_DEVICE_THREADS = 8
-"""Threads: on an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
+_DEVICE_THREADS = 8  # threads: on an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s.
 
 
 class Staging:
-    """Copier of blocks into ``rooms``, keys and values on a device: each (layers, kv_heads, tokens, width), slices of
-    one tensor. ``place`` is thread-safe.
+    """Copier of blocks to a device in batches, through pinned memory on a separate stream. ``place`` is thread-safe.
+
+    ``rooms``: keys and values, each (layers, kv_heads, tokens, width), slices of one tensor.
     """
 
     def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -834,6 +851,7 @@ class Staging:
         self._ends: list[Any] = []
 
     def place(self, index: int, block: memoryview) -> None:
+        # Gather blocks of all threads in a batch; the thread that completes a full batch sends it to the device.
         with self._changed:
             batch = self._batch = self._batch or _BatchRows(_pinned(self._layout, self._device))
             slot = len(batch.indices)
@@ -868,6 +886,7 @@ class Staging:
             self._ends = []
 
     def _send(self, batch: _BatchRows) -> None:
+        # Queue the copy of a full batch to its places on the device.
         host, indices = batch.host[: len(batch.indices)], torch.tensor(batch.indices)
         if batch.failed:
             copied = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
@@ -896,6 +915,8 @@ class Staging:
 
 @dataclass(slots=True, eq=False)
 class _BatchRows:
+    """Blocks gathered in host memory; ``failed`` slots are not copied."""
+
     host: torch.Tensor
     indices: list[int] = field(default_factory=list)
     copying: int = 0
@@ -909,7 +930,9 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 class Gathered:
-    """Reader of blocks from ``layers`` on a device: keys and values, each (kv_heads, tokens, width)."""
+    """Reader of blocks from a device: copies many at a time. ``layers``: keys and values, each (kv_heads, tokens,
+    width).
+    """
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
         self._layers = layers

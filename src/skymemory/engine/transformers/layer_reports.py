@@ -11,7 +11,7 @@ from skymemory.progress import Report
 
 
 class LayerReports:
-    """Hooks on a decoder's layers; its results do not change."""
+    """Hooks on a decoder's layers that report the progress of a generation."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers = list(model.get_decoder().layers)
@@ -24,7 +24,9 @@ class LayerReports:
 
     @contextmanager
     def to(self, report: Report, tokens: int = 1, first_share: float = 1.0) -> Iterator[None]:
-        """Report the block's passes, a token each; the first takes ``first_share`` of the time."""
+        """Report passes in this context: the prompt's, with ``first_share`` of the time, then a pass per
+        further token.
+        """
         self._report, self._passes, self._tokens, self._first_share = report, 0, tokens, first_share
         try:
             yield
@@ -35,6 +37,7 @@ class LayerReports:
         layers = len(self._layers)
         if self._report is None:
             return
+        # The first pass computes the prompt, each later pass a token.
         if self._passes == 0:
             self._report(number / layers * self._first_share, f"layer {number} of {layers}")
         else:

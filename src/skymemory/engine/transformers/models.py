@@ -164,6 +164,7 @@ def _resident_bytes() -> tuple[int, int]:
 
 
 def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    # Fill with uniform random numbers of standard deviation ``std``, four from each 64-bit draw.
     scale = std * 3**0.5 / 2**15
     for piece in weights.split(_PIECE):
         bits = torch.empty(-(-len(piece) // 4), dtype=torch.int64)

@@ -81,6 +81,7 @@ def _rope_types(parameters: object) -> list[str]:
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
+    # Such layers make the results random.
     if not module.training:
         return False
     if isinstance(module, _DropoutNd):
@@ -92,6 +93,7 @@ def _drops_out(module: torch.nn.Module) -> bool:
 
 
 def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
+    """Run the model over two tokens; return the layout of its blocks and its recurrent states."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
@@ -134,8 +136,8 @@ def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
 
 _BLOCK_TOKENS = 4
 _FRONT_BLOCKS, _TOKENS = 4, 24
+# Share of the logits' spread, of the order of 16-bit rounding; a wrong position differs far more.
 _TOLERANCE = {"float32": 0.02}
-"""Share of the logits' spread, of the order of 16-bit rounding; a wrong position differs far more."""
 _TOLERANCE_16_BIT = 0.5
 _OTHER = 100.0
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
@@ -143,10 +145,10 @@ FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, As
 
 
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
-    """Run the model over a few tokens at once, and in two parts with a SkyCache between them.
+    """Raise UnsupportedModel if the model gives other logits over tokens in two parts, with a SkyCache between, than at
+    once.
 
-    Raises UnsupportedModel if a run fails, or the logits differ by more than rounding, do not depend on the recurrent
-    states (whose effect is often below 16-bit rounding), or depend on tokens outside a window.
+    Also if they do not depend on the recurrent states, or depend on tokens outside a window.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
@@ -248,6 +250,8 @@ class _Probe:
             return [self._second_part(first, kind) for kind in ("", *self.kinds_of_states)]
 
     def _second_part(self, first: SkyCache, changed: str) -> torch.Tensor:
+        # Return logits of the second part after a cache loaded with ``first``'s blocks; ``changed``: a kind of states
+        # to spoil.
         second = self._cache()
         for group, room in zip(groups_of(self._kinds), second.groups, strict=True):
             block = bytearray(group.layout(self._layout).block_bytes)
@@ -264,8 +268,8 @@ class _Probe:
         return self._pass(remaining, second, **positions)
 
     def behind_windows(self) -> list[torch.Tensor]:
-        """Return logits of two tokens after a window of made-up tokens: twice, for rounding, and with another first
-        token, which must not matter. Empty if no prompt exceeds the window.
+        """Return logits after a window of made-up tokens: twice, for rounding, and with another first token, which must
+        not matter.
         """
         config = self._model.config.get_text_config(decoder=True)
         width = max((kind.window or 0 for kind in self._kinds), default=0)
@@ -274,6 +278,7 @@ class _Probe:
         return [self._behind_pretended(width, first) for first in (0.0, 0.0, 10.0)]
 
     def _behind_pretended(self, width: int, first: float) -> torch.Tensor:
+        # The logits of two tokens after ``width`` made-up tokens, the first of them changed by ``first``.
         layout, cache = self._layout, DynamicCache(config=self._model.config.get_text_config(decoder=True))
         for index, kind in enumerate(self._kinds):
             if kind.attention and not kind.states:
@@ -284,6 +289,7 @@ class _Probe:
             return self._pass(ids, cache, **options)
 
     def loaded(self, guard: Guarding, context: CacheContext) -> SkyCache:
+        """Return a cache as ``get_cache`` would: with the front's tokens loaded."""
         cache, front = self._cache(), self._ids[:, : self._front]
         cache.record_input(front, is_plain=True)
         with torch.inference_mode():

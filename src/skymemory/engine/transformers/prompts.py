@@ -108,6 +108,7 @@ def _flat(values: Any) -> npt.NDArray[Any]:
 
 
 def shared_prefix(known_ids: Tokens, ids: Tokens) -> int:
+    """Return the number of leading tokens that are equal."""
     length = min(len(known_ids), len(ids))
     differing = np.flatnonzero(known_ids[:length] != ids[:length])
     return int(differing[0]) if len(differing) else length
@@ -118,6 +119,7 @@ def media_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def _media_tokens(fields: Mapping[Any, Any]) -> Iterator[int]:
+    # Yield ids of placeholders for images, video and sound in a model's configuration.
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from _media_tokens(value)

@@ -1,11 +1,7 @@
 """Codecs of 8 bits per number by optimum-quanto and by HQQ: about half of the bytes of a 16-bit cache, small loss.
 
 A block is rows of ``head_dim`` numbers (by layer, key or value, head and token), each with a scale, so an outlier
-affects one row. Payloads are little-endian; the layout determines their sizes:
-
-- ``quanto8``: int8 per number, then float32 scale per row: number = int8 · scale.
-- ``hqq8``: uint8 per number, then float32 scale and float32 zero per row: number = (uint8 − zero) · scale. HQQ's
-  optimisation is off: at 8 bits it takes 4 % off the error for 30 times the time.
+affects one row. Payloads are little-endian; the layout determines their sizes.
 """
 
 from __future__ import annotations
@@ -40,6 +36,8 @@ def one_thread() -> Iterator[None]:
 
 
 class Quanto8:
+    """Codec by optimum-quanto: int8 per number, then float32 scale per row: number = int8 · scale."""
+
     name = "quanto8"
     codec_id = 8
     lossless = False
@@ -63,6 +61,8 @@ class Quanto8:
 
 
 class Hqq8:
+    """Codec by HQQ: uint8 per number, then float32 scale and float32 zero per row: number = (uint8 − zero) · scale."""
+
     name = "hqq8"
     codec_id = 9
     lossless = False
@@ -74,6 +74,7 @@ class Hqq8:
             nbits=8,
             axis=1,
             group_size=layout.head_dim,
+            # At 8 bits it takes 4 % off the error for 30 times the time.
             optimize=False,
             compute_dtype=torch.float32,
             device="cpu",

@@ -1,7 +1,4 @@
-"""Recurrent states (linear attention, convolutions), copied after a forward pass, stored, restored.
-
-A state cannot be split by blocks: that at a block's end is stored under its hash.
-"""
+"""Recurrent states (linear attention, convolutions), copied after a forward pass, stored, restored."""
 
 from __future__ import annotations
 
@@ -22,6 +19,10 @@ _ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class _State:
+    """Place and shape of a state in a model's cache: state ``number`` of a ``kind``, "conv" or "recurrent",
+    in a layer.
+    """
+
     layer: int
     kind: str
     number: int
@@ -34,7 +35,9 @@ class _State:
 
 
 class States:
-    """All states of a model's cache as a byte string; described by ``layers`` after a pass."""
+    """All recurrent states of a model's cache, which ``take`` and ``put`` convert to bytes; ``layers``: after
+    a pass.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._states = [
@@ -72,7 +75,7 @@ class States:
         )
 
     def put(self, layers: Sequence[Any], data: bytes | memoryview, device: torch.device) -> None:
-        """Restore the states. Raises MalformedPacket for too few bytes."""
+        """Restore states from the bytes of ``take``. Raises MalformedPacket for too few bytes."""
         if len(data) < self.size_bytes:
             raise MalformedPacket(f"states of {len(data)} bytes, expected {self.size_bytes}")
         at = 0
@@ -99,9 +102,9 @@ def repeat(layer: Any, repeats: int) -> None:
 
 
 def forget(layer: Any) -> None:
-    """Reset a layer. transformers' ``reset`` zeroes tensors that keep their rows and, if made in inference mode, may be
-    written in that mode only.
-    """
+    """Reset a layer's states."""
+    # transformers' ``reset`` zeroes tensors that keep their rows and, if made in inference mode, may be written in that
+    # mode only.
     for kind in ("conv", "recurrent"):
         for number in range(layer.number_of_states):
             getattr(layer, f"{kind}_states")[number] = None
@@ -110,7 +113,10 @@ def forget(layer: Any) -> None:
 
 
 class StoredStates:
-    """States in a store, as blocks with their own context."""
+    """Recurrent states in a store, as blocks with their own context.
+
+    A state cannot be split by blocks: that at a block's end is stored under its hash.
+    """
 
     def __init__(self, states: States, blocks: BlockCache) -> None:
         self._states = states
@@ -137,6 +143,8 @@ class StoredStates:
 
 
 class _Source:
+    """Source of states by block, padded to the size of a block."""
+
     def __init__(self, by_block: dict[int, bytes]) -> None:
         self._by_block = by_block
 

@@ -1,8 +1,4 @@
-"""Store events: which of vLLM's blocks the store has, for routers that follow vLLM's KV events (``take_events``).
-
-An event names a block by vLLM's hash. It is announced when all ranks have stored it or it was loaded, and withdrawn
-when a lookup misses it: the shared store evicts on its own.
-"""
+"""Store events: which of vLLM's blocks the store has, for routers that follow vLLM's KV events (``take_events``)."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_KEPT = 1 << 16
-"""Limit of announced values; the oldest is withdrawn."""
+_KEPT = 1 << 16  # limit of announced values; the oldest is withdrawn
 
 
 class Announced(NamedTuple):
@@ -21,7 +16,10 @@ class Announced(NamedTuple):
 
 
 class Announcements:
-    """Announcements of the first part. Not thread-safe: vLLM's scheduler is a single thread."""
+    """Announcements of stored values, by vLLM's hashes of their blocks. Not thread-safe.
+
+    A value is announced when all ranks have stored it or it was loaded, and withdrawn when a lookup misses it.
+    """
 
     def __init__(self, ranks: int, limit: int = _KEPT) -> None:
         self._ranks, self._kept = ranks, limit
@@ -36,6 +34,7 @@ class Announcements:
             self._saving.popitem(last=False)
 
     def saved(self, keys: Sequence[bytes]) -> None:
+        """Count a rank that has stored these values; announce those that all ranks have."""
         for key in keys:
             names, ranks = self._saving.get(key, ((), 0))
             if names and ranks + 1 < self._ranks:

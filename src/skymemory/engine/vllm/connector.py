@@ -48,8 +48,8 @@ from skymemory.store.redis import RedisStore
 from skymemory.testbed.open_store import open_store
 
 _log = logging.getLogger("vllm.skymemory")  # vLLM shows lines of its own loggers only
+# Kinds of a store by vLLM's words; others are "external_unspecified".
 _SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-"""Kinds of a store by vLLM's words; others are "external_unspecified"."""
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -239,6 +239,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- in a worker ---
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Make a copier for each part of the model's caches, and try it on unused blocks."""
         assert self._worker is not None
         size = self._worker.shape.blocks_per_value
         copiers = []
@@ -324,9 +325,9 @@ def _check_untested() -> None:
 
 
 def cakes(config: Any) -> bool:
-    """Return True if Cake is possible: no step runs when the number of computed tokens is raised, and the model runner
-    takes it from the scheduler (version 1 with each step, version 2 at a resume).
-    """
+    """Return True if Cake is possible in this configuration."""
+    # No step may run when the number of computed tokens is raised, and the model runner must take it from the scheduler
+    # (version 1 with each step, version 2 at a resume).
     scheduler = config.scheduler_config
     return not scheduler.async_scheduling and (
         not config.use_v2_model_runner or issubclass(scheduler.get_scheduler_cls(), CakeScheduler)
@@ -365,6 +366,8 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
 
 
 class _Door:
+    """Cake's access to vLLM's scheduler."""
+
     def __init__(self, connector: SkyMemoryConnector, config: Any) -> None:
         self._connector = connector
         self._needs_scheduler = config.use_v2_model_runner
@@ -383,6 +386,7 @@ class _Door:
         return blocks is not None
 
     def go_on_from(self, request: Any, tokens: int) -> None:
+        """Continue a request after ``tokens`` tokens, the last of which were loaded."""
         loaded = tokens - request.num_computed_tokens
         if self._connector.cake_scheduler is not None:
             self._connector.cake_scheduler.resume(request)
@@ -396,6 +400,8 @@ class _Door:
 
 
 class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last report, which vLLM sums."""
+
     data: dict[str, Any]
 
     def reset(self) -> None:

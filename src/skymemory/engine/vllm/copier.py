@@ -2,10 +2,9 @@
 
 A value is ``(layers, blocks, bytes of a block of a layer)``, packed, in vLLM's memory order.
 
-On an accelerator calls only queue work, on three streams. A read gathers blocks on ``compute`` (the model's own),
-between two forward passes, and copies them on ``out``. A write copies on ``in``, after the work that ``compute`` had
-when the load began: until then the blocks may belong to another request. No layer hooks are used: replayed CUDA graphs
-skip them.
+On an accelerator calls only queue work, on three streams. A read gathers blocks on ``compute`` (the model's own) and
+copies them on ``out``. A write copies on ``in``, after the work that ``compute`` had when the load began: until then
+the blocks may belong to another request.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from skymemory.errors import InvalidInput
 
 STAGING_BYTES = 256 << 20
 _PINNED_BYTES = 64 << 20
-_PINNED_VALUES = 256
-"""Host memory pinned at once: each allocation takes milliseconds."""
+_PINNED_VALUES = 256  # host memory pinned at once: each allocation takes milliseconds
 _READS = 64
 _WRITES = 4
 Stream = Literal["compute", "out", "in"]
@@ -58,8 +56,8 @@ class BlockCopier(Protocol):
         """Copy ``blocks`` into ``out``, valid when the mark is done. Later work may overwrite the blocks."""
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
-        """Copy into ``blocks``, after ``after``, those of ``value``'s ``of`` blocks that follow the first ``skipped``.
-        ``value`` may change when this returns. Called by any thread.
+        """Copy into ``blocks``, once ``after`` is done, those of ``value``'s ``of`` blocks that follow the first
+        ``skipped``. ``value`` may change when this returns. Called by any thread.
         """
 
 
@@ -128,6 +126,8 @@ class Device(Protocol):
 
 
 class Host:
+    """CPU: queued work is done at once."""
+
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
         work()
         return Now()
@@ -239,6 +239,7 @@ class TorchCopier:
         return [memory[at * size_bytes :][:size_bytes] for at in range(count)]
 
     def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
+        """Queue a gather of the blocks on the device and its copy into ``out``; return the mark of its end."""
         import torch
 
         slot = self._reads[self._turn]
@@ -256,6 +257,9 @@ class TorchCopier:
         return slot.free
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
+        """Queue a copy of ``value``'s blocks, less the first ``skipped`` of ``of``, into ``blocks``; return the mark of
+        its end.
+        """
         import torch
 
         size_bytes = len(blocks) * self.block_bytes
@@ -281,6 +285,7 @@ class TorchCopier:
             self._writes.put(slot)
 
     def _parts(self, staged: Any, blocks: int) -> list[tuple[Any, Any]]:
+        # Return each view of the caches with its share of ``staged``, shaped alike.
         parts, at = [], 0
         for view, view_bytes in zip(self._views, self._view_bytes, strict=True):
             size = len(view) * blocks * view_bytes

@@ -74,6 +74,7 @@ def _find_field(fields: object, name: str) -> Any:
 def layout_of(
     config: Any, kv_cache_config: Any, part: PartOfModel, blocks_per_value: int, version: str
 ) -> OpaqueLayout:
+    """Return the layout of a part's values: all that changes how vLLM packs their bytes."""
     groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
     spec = groups[0].kv_cache_spec
     layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
@@ -105,6 +106,7 @@ def _device() -> str:
 
 
 def _attention(config: Any, spec: Any) -> str:
+    # Return device and attention backend, which determine the packing.
     from vllm.platforms import current_platform
 
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
@@ -120,6 +122,7 @@ def _attention(config: Any, spec: Any) -> str:
 
 
 def weights_digest(model: Any, load_format: object) -> str:
+    """Return the digest of the model's files of weights. Raises InvalidInput without such files."""
     load_format = str(getattr(load_format, "value", load_format))
     if load_format == "dummy":
         return f"dummy weights, seed {model.seed}"
@@ -169,7 +172,7 @@ def _looks_of(folder: Path) -> str:
 
 
 class _Digests:
-    """Digests of files by path, inode, size and times, in the user's cache folder. An inode's change time cannot be set
+    """Digests of files in the user's cache folder, by path, inode, size and times. An inode's change time cannot be set
     back.
     """
 
@@ -275,11 +278,14 @@ class Seeds:
 
     def __init__(self, context: CacheContext) -> None:
         self._context = context
+        # Digests by adapter, salt and generation.
         self._known: dict[tuple[str, str, str], bytes] = {}
+        # Digest of the files and their state, by id, name and folder.
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
+        # Adapters whose files have changed since: neither loaded nor saved.
         self._changed: set[tuple[int, str, str]] = set()
+        # Adapters reloaded from other files: vLLM's cache has older blocks of these names.
         self._reloaded: set[tuple[int, str, str]] = set()
-        """Adapters reloaded from other files: vLLM's cache has older blocks of these names."""
         self.generation = ""
 
     def reset(self) -> None:

@@ -15,6 +15,8 @@ from skymemory.reasons import Miss
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """Sizes of a value, the unit that is stored under a key."""
+
     block_tokens: int
     blocks_per_value: int
 
@@ -79,12 +81,16 @@ class Save:
     part: int
     key: bytes
     depth: int
+    """Number of the value in the prompt."""
     parent: bytes | None
+    """Key of the value before it."""
     blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
 class StepPlan:
+    """Message from the scheduler to the workers with a step."""
+
     loads: list[LoadRequest] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
@@ -98,6 +104,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """Result of a load."""
+
     lost: int
     """Number of the value not loaded; values after it (before it, in a backward load) were not placed."""
     reason: Miss | None

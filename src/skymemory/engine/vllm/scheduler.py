@@ -4,14 +4,9 @@ The life of a request: ``matched`` (how many tokens the store has; asked until s
 reserved: the load is planned), ``plan`` (with each step: loads, and saves of completed values), ``update`` (reports of
 the workers), ``finished``.
 
-With Cake (a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
-``allocated`` plans a backward load, and ``plan`` sends the progress of computing (the fence). When both meet,
-``update`` continues the request after the loaded blocks.
-
-For a request that another engine prefills (``transfer_params``), ``matched`` announces all that will be stored, and the
-workers load each value once it is stored. The prefilling engine saves lost values again.
-
-A lookup runs in a thread: a store that hangs must not block the scheduler.
+With Cake (a lone request of several steps) ``matched`` announces nothing: the request computes from its front while the
+back is loaded. For a request that another engine prefills (``transfer_params``), ``matched`` announces all that will be
+stored, and the workers load each value once it is stored.
 """
 
 from __future__ import annotations
@@ -47,35 +42,25 @@ from skymemory.reasons import Miss
 
 _log = logging.getLogger(__name__)
 
-_ANSWERED_S = 0.002
-"""Wait of the scheduler for a lookup; a local store answers within it."""
-_PATIENCE_S = 0.5
-"""Wait for a lookup while the compute speed is unknown."""
-_FRESH_S = 1.0
-"""Validity of an answer."""
+_ANSWERED_S = 0.002  # wait of the scheduler for a lookup; a local store answers within it
+_PATIENCE_S = 0.5  # wait for a lookup while the compute speed is unknown
+_FRESH_S = 1.0  # validity of an answer
 _KEPT_SENT = 1 << 17
 _KEPT_GENERATIONS = 1 << 12
-_FULL = 0.75
-"""Share of a full step's tokens: smaller steps say little about its time."""
-_KEPT_LOADS = 0.75
-"""Weight of earlier loads."""
+_FULL = 0.75  # share of a full step's tokens: smaller steps say little about its time
+_KEPT_LOADS = 0.75  # weight of earlier loads
+# Minimum spread of load sizes, as a share of their mean, to estimate the fixed part of a load's time; and minimum
+# slope, as a share of the mean.
 _SPREAD, _LEAST_SLOPE = 0.2, 0.1
-"""Minimum spread of load sizes, as a share of their mean, to estimate the fixed part of a load's time; and minimum
-slope, as a share of the mean.
-"""
-_STALLED_S = 30.0
-"""Time after which a stopping engine no longer waits for saves."""
+_STALLED_S = 30.0  # time after which a stopping engine no longer waits for saves
 _MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
-_RESET, _PREEMPTED = "the cache was reset", "the request was preempted"
-"""Reasons of unused tokens."""
+_RESET, _PREEMPTED = "the cache was reset", "the request was preempted"  # reasons of unused tokens
 BlockTables = Sequence[Sequence[Sequence[int]]]
 """Block numbers of a request in token order, by part and group."""
-_NULL_BLOCK = 0
-"""Block number for blocks outside a window."""
+_NULL_BLOCK = 0  # block number for blocks outside a window
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
-_OPTIMISM = 0.98
-"""Factor per prompt computed as loading seemed slower: a recovered link is tried again."""
+_OPTIMISM = 0.98  # factor per prompt computed as loading seemed slower: a recovered link is tried again
 
 
 class SeedsOfRequests(Protocol):
@@ -107,11 +92,15 @@ class CakeDoor(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
+    """Question to the store, in a thread, how many of a prompt's values it has."""
+
     first: int
+    """Leading values that vLLM has and that are not looked up."""
     asked_s: float
     call: WorkerCall[object]
     latencies: Latencies
     found: int | None = None
+    """Answer; None: not yet."""
 
     def answered_late(self, result: object) -> None:
         """Record an abandoned lookup: later waits for the store are longer."""
@@ -129,21 +118,27 @@ class Backward:
 
 @dataclass(slots=True)
 class Known:
+    """State of a request."""
+
     request: Any
     seed: bytes
     content: dict[int, bytes]
     """Digests of media by the position of their first placeholder."""
     keys: list[bytes] = field(default_factory=list)
+    """Keys of its complete values."""
     settled: int = 0
     """Number of leading values that need no saving."""
     lookup: Lookup | None = None
     computed_tokens: int = 0
+    """Tokens in vLLM's cache when the load was decided."""
     backward: Backward | None = None
     ahead_bytes: int = 0
+    """Bytes of loads that were running when its own began."""
     failed: bool = False
     """True after a failed load: the request is computed, or a store that loses values would be asked forever."""
     params: TransferParams = _NO_PARAMS
     waits_s: float = 0.0
+    """Longest wait for each value that another engine stores; 0: none."""
     waited: bool = False
     gave_up: bool = False
     missing_tokens: int = 0
@@ -153,9 +148,11 @@ class Known:
     checked: bool = False
     """True if the values that the store lacks are known, for a handover."""
     unsaved: int | None = None
+    """First value that could not be saved, for a handover."""
     is_apart: bool = False
     """True if its keys name other weights than its blocks': it loads and saves nothing."""
     is_own: bool = True
+    """True if its keys name this engine's weights."""
 
 
 class SchedulerSide:
@@ -186,8 +183,7 @@ class SchedulerSide:
         self._shape = shape
         self._seeds = seeds
         self._named: dict[str, None] = {}
-        self._is_stale = False
-        """True if vLLM's cache has blocks from before the last reset."""
+        self._is_stale = False  # true if vLLM's cache has blocks from before the last reset
         self._past: dict[str, None] = {}
         self._block_ids = block_ids
         self._cake = cake
@@ -209,11 +205,9 @@ class SchedulerSide:
         self._latencies = Latencies()
         self._loading = LoadRate()
         self._gave_up_s = math.inf
-        self._under_way: dict[str, int] = {}
-        """Bytes of running loads, by request: later loads share the link."""
+        self._under_way: dict[str, int] = {}  # bytes of running loads, by request: later loads share the link
         self._counts: Counter[str] = Counter()
-        self._saving, self._saved_s = 0, clock()
-        """Number of values that the workers hold, and time of its last change."""
+        self._saving, self._saved_s = 0, clock()  # number of values that the workers hold, and time of its last change
         self.store_kind = ""
         self._lookups.submit(WorkerCall(lambda: self._greet(kind_of_store)))
 
@@ -231,9 +225,9 @@ class SchedulerSide:
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously. They
-        always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
-        """
+        """Return the tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously."""
+        # Loads are always asynchronous: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the
+        # prefix cache.
         known = self._of(request)
         if known is None or known.is_apart:
             return 0, False
@@ -322,6 +316,7 @@ class SchedulerSide:
         return load_s is None or load_s > self._step_s
 
     def allocated(self, request: Any, external_tokens: int) -> None:
+        """Plan the load of a request whose blocks vLLM has reserved."""
         known = self._known.get(request.request_id)
         if known is None:
             return
@@ -355,6 +350,7 @@ class SchedulerSide:
         self._counts["requested_tokens"] += external_tokens
 
     def _pieces(self, known: Known, start: int, end: int) -> tuple[Piece, ...]:
+        # Return keys and destinations of the values with tokens ``start`` to ``end``, by part.
         tables = self._block_ids(known.request.request_id)
         pieces = []
         for number, part in enumerate(self._parts.parts):
@@ -367,6 +363,7 @@ class SchedulerSide:
         return tuple(piece for piece in pieces if piece.keys)
 
     def plan(self, output: Any) -> StepPlan:
+        """Return the loads and saves of this step, the progress of computing (``fences``), and loads to end."""
         plan, self._planned = StepPlan(self._planned, tokens=output.total_num_scheduled_tokens), []
         plan.loads = [load for load in plan.loads if not load.backward or self._begins(load, output)]
         started = {load.request for load in plan.loads if load.backward}
@@ -398,6 +395,7 @@ class SchedulerSide:
         return False
 
     def _completed(self, known: Known, tokens: int) -> list[Save]:
+        # Return the saves of values that this step's ``tokens`` complete.
         request, size = known.request, self._shape.blocks_per_value
         complete_values = min(request.num_computed_tokens + tokens, request.num_tokens) // self._shape.value_tokens
         if complete_values <= known.settled:
@@ -466,8 +464,8 @@ class SchedulerSide:
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
     def _stood_still(self, loaded: Loaded) -> bool:
-        """Return True if a load was given up because the store stopped answering, so that it measures no speed: the
-        first after a success, and loads concurrent with it.
+        """Return True if the store stopped answering, so that a load measures no speed: the first after a success, and
+        loads concurrent with it.
         """
         if loaded.reason is not Miss.DEADLINE:
             self._gave_up_s = math.inf if not loaded.reason else self._gave_up_s
@@ -482,6 +480,7 @@ class SchedulerSide:
         return False
 
     def _note_unsaved(self, keys: Sequence[bytes]) -> None:
+        # Forget values that were not saved, so that they are saved again; a handover ends before them.
         unsaved = frozenset(keys)
         for key in unsaved:
             self._sent.pop(key, None)
@@ -505,6 +504,7 @@ class SchedulerSide:
         known.settled = min(known.settled, depth)
 
     def _meet(self, known: Known, backward: Backward) -> None:
+        # End Cake's load when computing has met it: the request continues after the loaded tokens.
         assert self._cake is not None
         computed = known.request.num_computed_tokens
         if computed >= backward.end_tokens:
@@ -516,6 +516,7 @@ class SchedulerSide:
             self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
     def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
+        # Tell the workers to end Cake's load; count its tokens.
         backward, known.backward = known.backward, None
         if backward is None or not backward.running:
             return
@@ -525,6 +526,7 @@ class SchedulerSide:
             self._count_loaded(backward.end_tokens - backward.lowest_tokens, used, reason)
 
     def _settle(self, known: Known, computed_tokens: int, reason: str = _ALL_THE_SAME) -> None:
+        # Count how many tokens of its last load a request did not compute.
         loading, known.loading = known.loading, None
         if loading is None:
             return
@@ -615,6 +617,7 @@ class SchedulerSide:
         self._of(request)
 
     def _of(self, request: Any) -> Known | None:
+        # Return the request's state, made at its first call; None: neither loaded nor saved.
         known = self._known.get(request.request_id)
         if known is None:
             params = _params_of(request)
@@ -635,6 +638,7 @@ class SchedulerSide:
         return self._seeds.of(request, self._named_by(params))
 
     def _named_by(self, params: TransferParams) -> str:
+        # Return the weights' generation that a request to take over names; empty if it is out of date.
         generation = params.generation
         if not (params.takes_over and generation) or generation in self._past:
             return ""
@@ -643,6 +647,7 @@ class SchedulerSide:
         return generation if generation in self._named else ""
 
     def _extend(self, known: Known) -> None:
+        # Add the keys of values that new tokens complete.
         size, have = self._shape.value_tokens, len(known.keys)
         if known.request.num_tokens // size > have:
             before = known.keys[-1] if have else known.seed
@@ -657,6 +662,7 @@ class SchedulerSide:
         """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: no answer
         yet.
         """
+        # In a thread: a store that hangs must not block the scheduler.
         now_s = self._clock()
         lookup = known.lookup
         if lookup is None or lookup.first != first or (lookup.found is not None and now_s > lookup.asked_s + _FRESH_S):
@@ -721,6 +727,7 @@ class LoadRate:
         self._passed_over = 0
 
     def record(self, size_bytes: int, seconds: float) -> None:
+        # Sums for a linear regression of seconds over bytes, with exponential decay.
         self._passed_over = 0
         if size_bytes and seconds > 0:
             self._weight = self._weight * _KEPT_LOADS + 1

@@ -128,6 +128,7 @@ def parts_of(groups: Any) -> list[PartOfModel]:
 
 
 def check_groups(groups: Any) -> None:
+    """Raise InvalidInput for caches of a kind that cannot be stored."""
     if not groups:
         raise InvalidInput("this model keeps no keys and values that could be stored: run it without the connector")
     for group in groups:

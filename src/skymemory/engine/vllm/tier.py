@@ -121,6 +121,8 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
         return self._bytes[chunk * self.block_size_bytes : (chunk + 1) * self.block_size_bytes]
 
     def _load(self, job_id: int, keys: Sequence[bytes], chunks: Sequence[int]) -> JobResult:
+        # Copy stored chunks into vLLM's CPU tier, in a thread.
+
         def place(at: int, value: memoryview) -> bool:
             if value.nbytes != self.block_size_bytes:
                 return False
@@ -142,6 +144,7 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
             self.values.dequeue(len(keys) * self.block_size_bytes)
 
     def _result(self, job_id: int, keys: Sequence[bytes], work: Callable[[], list[bool]]) -> JobResult:
+        # Run a job's transfers; return success by key as vLLM expects it.
         started_s = time.monotonic()
         done = work()
         good = [key for key, ok in zip(keys, done, strict=True) if ok]

@@ -1,8 +1,7 @@
 """``kv_transfer_params`` of a request, with which a router prefills on one engine and decodes on another.
 
-The first step, with ``max_tokens`` 1, has ``{"do_remote_decode": true}``; the second the answer's parameters, such as
-``{"sky_tokens": 512}``, or, if both are sent at once, ``{"do_remote_prefill": true}``. NIXL reacts to that, too: a
-``MultiConnector`` may contain only one such connector.
+The first request, with ``max_tokens`` 1, has ``{"do_remote_decode": true}``; the second the answer's parameters, such
+as ``{"sky_tokens": 512}``, or, if both are sent at once, ``{"do_remote_prefill": true}``. NIXL reacts to that, too.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any
 from skymemory.errors import InvalidInput
 
 _GENERATION = re.compile(r"[0-9a-f]{32}")
-_LONGEST_MS = 10**12
-"""Limit of ``sky_wait_ms``: no float holds all of JSON's whole numbers."""
+_LONGEST_MS = 10**12  # limit of ``sky_wait_ms``: no float holds all of JSON's whole numbers
 
 
 @dataclass(frozen=True, slots=True)

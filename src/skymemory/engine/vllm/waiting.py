@@ -1,8 +1,4 @@
-"""Loads of values that another engine still computes: times and threads of questions to the store.
-
-A waiting load holds no thread between its questions, which take turns on their own threads: neither a store that hangs
-nor many waiting loads block ordinary loads.
-"""
+"""Loads of values that another engine still computes: times and threads of questions to the store."""
 
 from __future__ import annotations
 
@@ -21,11 +17,12 @@ NOT_YET = frozenset({Miss.ABSENT, Miss.UNCERTAIN, Miss.MISSING})
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _MOST_VALUES = 16
-_QUICK_S = 0.25
-"""Limit for a question: after a slower question the next asks for fewer values."""
+_QUICK_S = 0.25  # limit for a question: after a slower question the next asks for fewer values
 
 
 class PollInterval:
+    """Adaptive questions for values that appear one by one: pauses, and number of ``values`` in the next question."""
+
     __slots__ = ("_pauses", "values")
 
     def __init__(self) -> None:
@@ -46,11 +43,12 @@ class PollInterval:
 
 
 class DelayedCalls:
-    """Calls that start after a delay, in one of a few threads."""
+    """Calls that start after a delay, in one of a few threads: a waiting load holds none between its questions."""
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self._name = name
         self._workers = TierWorkers(name, threads, waiting)
+        # A heap by time of start; the number decides between equal times.
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()

@@ -2,12 +2,6 @@
 
 Each step: ``begin`` (its loads start), the forward pass, ``end`` (completed values are copied out; a thread stores
 them), ``finished``, ``invalid_blocks`` and ``outcome`` (reports).
-
-A load that takes longer than computing is given up. Its thread may hang in the store, but writes no block any more:
-vLLM gives them to other requests.
-
-On an accelerator this runs ahead of the device (``copier``): a load has ended when its blocks are written, a value is
-stored after it is read, and a step's time is the device's.
 """
 
 from __future__ import annotations
@@ -45,19 +39,14 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4
 _WAITING_THREADS = 4
-_QUESTION_S = 0.0005
-"""Interpreter time of a question: many waiting loads pause longer."""
+_QUESTION_S = 0.0005  # interpreter time of a question: many waiting loads pause longer
+# Limit of a value's load time for a second thread, which fetches while the other copies. On a slower link each would
+# wait for the other.
 _PAIRED_S = 0.5
-"""Limit of a value's load time for a second thread, which fetches while the other copies. On a slower link each would
-wait for the other.
-"""
 _UNKNOWN_S = 10.0
-_UNKNOWN_BYTES_PER_S = 1e6
-"""Time and rate that give up a load while the compute speed is unknown."""
-_IDLE_S = 0.002
-"""Wait of a step without computing for a load: else vLLM would spin, and slow the loads."""
-_IDLE_SAVING_S = 0.005
-"""Wait of such a step for saves and waiting loads, as a new request waits for it."""
+_UNKNOWN_BYTES_PER_S = 1e6  # time and rate that give up a load while the compute speed is unknown
+_IDLE_S = 0.002  # wait of a step without computing for a load: else vLLM would spin, and slow the loads
+_IDLE_SAVING_S = 0.005  # wait of such a step for saves and waiting loads, as a new request waits for it
 _READ_BACK = 4
 _SAVED_AT_ONCE = 16
 _WAITING = 1 << 16
@@ -93,6 +82,7 @@ class _Job:
 
     def place(self, index: int, block: memoryview) -> None:
         with self._lock:
+            # Given up, its thread may hang in the store; vLLM gives the blocks to other requests.
             if self._closed:
                 raise _Closed("the load was given up")
             self._write(index, block)
@@ -119,6 +109,7 @@ class _Job:
 
     @property
     def lost(self) -> int:
+        """Number of the first value not placed."""
         if self.placed == self.load.values:
             return self.load.pieces[0].first_value + len(self.load.pieces[0].keys)
         piece, at = self.load.at(self.placed)
@@ -130,6 +121,8 @@ class _Job:
 
 
 class _WaitingJob(_Job):
+    """Load of values that another engine is storing: it asks until each arrives, at most ``wait_s`` for the next."""
+
     def __init__(
         self, load: LoadRequest, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
     ) -> None:
@@ -162,8 +155,10 @@ class _BackwardJob(_Job):
     ) -> None:
         super().__init__(load, copiers, after, blocks_per_value, began_s, math.inf)
         (self.piece,) = load.pieces
+        # Blocks before this number are computed, and must not be written.
         self._fence = fence
         self._next = load.values - 1
+        # Values placed, in any order, as two threads may load.
         self._done: set[int] = set()
         self.threads = 0
         self.ended_s = began_s
@@ -180,6 +175,7 @@ class _BackwardJob(_Job):
         return self.piece.first_block + max(0, value * self._size - self.piece.skipped_blocks)
 
     def raise_fence(self, block: int) -> None:
+        """Keep off the blocks before ``block``, which the model computes next; wait for writes to them."""
         with self._lock:
             self._fence = block
             writing = [mark for index, mark in self._writing.items() if self.first_block(index) < block]
@@ -187,6 +183,7 @@ class _BackwardJob(_Job):
             mark.wait()
 
     def take(self) -> int | None:
+        """Return the next value to load; None at the fence, after a failure, or at the end."""
         with self._lock:
             index = self._next
             if self._closed or self.reason or index < 0 or self.first_block(index) < self._fence:
@@ -241,12 +238,11 @@ class WorkerSide:
         queue_bytes: int = 512 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``by_request``: report a failed load by request, not by blocks: required with several groups of layers, and
-        after part of a window no request can continue.
-        """
+        """``by_request``: report a failed load by request, not by blocks."""
         self._parts = parts
         self._compute = parts.first.compute
         self.shape = shape
+        # Required with several groups of layers, and after part of a window no request can continue.
         self._by_request = by_request
         self._rank = rank
         self._clock = clock
@@ -273,6 +269,7 @@ class WorkerSide:
     # --- one step ---
 
     def begin(self, plan: StepPlan) -> None:
+        """Start the loads of this step and end those that it ends."""
         self._plan, self._began = plan, self._copiers[0].mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
@@ -348,6 +345,7 @@ class WorkerSide:
     # --- loads ---
 
     def _start(self, load: LoadRequest) -> _Job:
+        # Start a load in a thread. It is given up after its patience, which grows with the time of computing instead.
         size_bytes = self._bytes(load, load.values)
         computing_s = self._compute.seconds(load.tokens)
         patience_s = (
@@ -406,6 +404,7 @@ class WorkerSide:
         self._waiters.call(lambda: self._ask(job))
 
     def _ask(self, job: _WaitingJob) -> None:
+        # Load the next values if they are stored; ask again later for the others.
         if job.closed:
             return
         first, started_s = job.placed, self._clock()
@@ -452,6 +451,7 @@ class WorkerSide:
             job.threads += self._loaders.submit(WorkerCall(lambda: self._run_backward(job)))
 
     def _run_backward(self, job: _BackwardJob) -> None:
+        # Load values from the last to the fence; a second thread helps if the store is fast.
         while (index := job.take()) is not None:
             started_s = self._clock()
             tally, reason = LoadTally(), None
@@ -506,6 +506,7 @@ class WorkerSide:
         return Loaded(lost, reason, size_bytes, seconds, missing_tokens, waited)
 
     def _settle(self) -> None:
+        # Give up overdue loads; report those that ended.
         now_s = self._clock()
         for job in list(self._jobs):
             if isinstance(job, _WaitingJob) and job.end is None and now_s >= job.due_s:
@@ -530,6 +531,8 @@ class WorkerSide:
 
 @dataclass(slots=True)
 class _Waiting:
+    """Value copied out of the cache that waits to be stored, complete once ``copied`` is done."""
+
     save_key: bytes
     key: bytes
     place: Place
@@ -544,9 +547,10 @@ class Saver:
     def __init__(self, parts: Parts, queue_bytes: int) -> None:
         self._parts = parts
         self._value_bytes = [PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts]
+        # Buffers by part, for reuse: the first touch of memory is ten times slower.
         self._free: list[list[memoryview]] = [[] for _ in parts.parts]
-        """Buffers by part, for reuse: the first touch of memory is ten times slower."""
         self._waiting: deque[_Waiting] = deque()
+        # Number of values not stored yet.
         self._held = 0
         self._held_bytes = ByteBudget(queue_bytes)
         self._changed = threading.Condition()
@@ -555,6 +559,7 @@ class Saver:
         self._read_back: list[tuple[int, float]] = []
         self._saved: list[bytes] = []
         self._unsaved: list[bytes] = []
+        # True until the first values are stored: they are loaded again to measure the store.
         self._reads_back = True
         self._thread: threading.Thread | None = None
 
@@ -602,11 +607,7 @@ class Saver:
             self._changed.wait_for(lambda: not self._held, seconds)
 
     def close(self, drain_s: float) -> None:
-        """Store waiting values for up to ``drain_s``.
-
-        `vllm serve` kills its workers without calling this, unless it has a ``--shutdown-timeout``; then it steps until
-        all is saved. vLLM's ``LLM`` gives 5 s at its end.
-        """
+        """Store waiting values for up to ``drain_s``. `vllm serve` calls this only with a ``--shutdown-timeout``."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -648,9 +649,7 @@ class Saver:
                 self._changed.notify_all()
 
     def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes], list[bytes]]:
-        """Store what the store lacks; returns counts, the keys that it has now, and the keys that it did not take.
-        Values that another engine is storing are in neither list.
-        """
+        """Store what the store lacks; return counts, the keys that it has now, and the keys that it did not take."""
         started_s = time.perf_counter()
         blocks = self._parts.first
         presence = blocks.store.lookup([waiting.key for waiting in batch])
@@ -671,6 +670,7 @@ class Saver:
             saved_bytes=sum(len(waiting.value) for waiting in stored),
             saving_us=round(took_s * 1e6),
         )
+        # Values that another engine is storing are in neither list.
         present = [waiting for waiting, state in zip(batch, presence, strict=True) if state is Presence.HIT]
         unsaved = [waiting.save_key for waiting, ok in zip(missing, done, strict=True) if not ok]
         return counts, [waiting.save_key for waiting in present + stored], unsaved

@@ -60,7 +60,9 @@ _WORTH = 0.95
 
 
 def best_base(keys: Floats) -> int:
-    """Return the base by which ``keys`` vary least."""
+    """Return the number of the rotary base that explains most variation of ``keys`` (heads, tokens, head_dim) over
+    tokens; 0: none.
+    """
     _, tokens, head_dim = keys.shape
     if head_dim % 2 or tokens < 2:
         return 0
@@ -83,7 +85,7 @@ def _summed(numbers: npt.NDArray[np.float64], factors: Floats) -> npt.NDArray[np
 
 
 def turn(keys: Floats, base: int, direction: int) -> Floats:
-    """Rotate forward (direction 1) or back (-1) by the tokens' positions."""
+    """Rotate keys by their tokens' positions like the rotary embedding (direction 1), or back (-1)."""
     if not base:
         return keys
     _, tokens, head_dim = keys.shape
@@ -118,7 +120,7 @@ MAX_QUOTIENT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Steps in the thirds of the layers, in a channel's standard deviations."""
+    """Precision level: steps for the three thirds of the layers, in a channel's standard deviations."""
 
     name: str
     number: int
@@ -147,6 +149,7 @@ def level_of(name: str) -> Level:
 
 
 def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
+    """Return a step per head, ``relative_step`` times its deviation, as code for 2 ** (code / 4)."""
     exact = numbers.astype(np.float64)
     tokens = numbers.shape[1]
     centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0
@@ -160,7 +163,7 @@ def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.ND
 
 
 def steps_of(codes: npt.NDArray[np.int16]) -> Steps:
-    """Return 2 ** (code / 4), the same on every machine."""
+    # 2 ** (code / 4), the same on every machine.
     octaves, quarters = np.divmod(codes.astype(np.int32), 4)
     return np.ldexp(_QUARTERS[quarters], octaves)
 
@@ -179,7 +182,7 @@ _LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.
 class CacheGen:
     """Codec of a named level; any level decodes the payloads of all.
 
-    Encoding raises InvalidInput for NaN and infinity. Both directions raise CodecUnavailable without ``constriction``.
+    InvalidInput for NaN and infinity; CodecUnavailable without ``constriction``.
     """
 
     codec_id = 10
@@ -235,6 +238,7 @@ def _front(layout: KVLayout, level: int, table: bytes) -> bytes:
 
 
 def _sections(view: memoryview, layout: KVLayout) -> list[memoryview]:
+    """Return a payload's sections, after checks of header and checksums."""
     begin = _HEADER.size + 2 * layout.layers * _ENTRY.size
     if len(view) < begin:
         raise MalformedPacket(f"a cachegen payload of {len(view)} bytes, its table alone ends at {begin}")
@@ -278,6 +282,7 @@ def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float, base: i
 
 
 def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float32]:
+    """Decode a section to keys or values (heads, tokens, head_dim)."""
     codes = _codes(section, layout)
     heads, tokens, head_dim = layout.shape[2:]
     channels = heads * head_dim
@@ -299,7 +304,6 @@ def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float3
 
 
 def _to_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Round to nearest, ties to even."""
     if dtype != "bfloat16":
         return numbers.astype("<f4" if dtype == "float32" else "<f2").tobytes()
     wide = np.ascontiguousarray(numbers).view(np.uint32)

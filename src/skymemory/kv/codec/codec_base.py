@@ -28,12 +28,12 @@ class Codec(Protocol):
     def lossless(self) -> bool: ...
 
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
-        """Return the payload of ``block``, never an alias of it. Raises InvalidInput for a block of another size."""
+        """Return the payload of ``block``, never an alias. InvalidInput for a block of another size."""
         ...
 
     def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
-        """Write the block into ``out`` (``layout.block_bytes`` bytes). Raises MalformedPacket for another codec's or
-        layout's payload; ``out`` is then undefined.
+        """Write the block into ``out``. MalformedPacket for another codec's or layout's payload; ``out`` is then
+        undefined.
         """
         ...
 
@@ -72,6 +72,8 @@ def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
 
 
 class RawCodec:
+    """Codec that stores blocks unchanged."""
+
     name = "raw"
     codec_id = 0
     lossless = True

@@ -36,11 +36,14 @@ def constriction() -> Any:
 
 
 class Writer:
+    """Encoder of a section: collects symbols, with tables of their frequencies, and bits, for an ANS coder."""
+
     def __init__(self) -> None:
         self._runs: list[tuple[Ints, Any]] = []
         self._tables = bytearray()
 
     def symbols(self, symbols: Ints) -> None:
+        """Add symbols in 0..255, with a table of their frequencies."""
         if not len(symbols):
             return
         first = int(symbols.min())
@@ -91,6 +94,7 @@ class Reader:
         self._coder = constriction().stream.stack.AnsCoder(words)
 
     def symbols(self, count: int) -> Ints:
+        """Read the next table, and decode ``count`` symbols."""
         if not count:
             return np.empty(0, np.int32)
         first, last = self._byte(), self._byte()
@@ -111,6 +115,7 @@ class Reader:
         return decoded
 
     def numbers(self, count: int) -> Ints:
+        """Decode what ``Writer.numbers`` wrote."""
         widths = self.symbols(count)
         if widths.max(initial=0) > MAX_BITS + 1:
             raise MalformedPacket(f"a cachegen number of {widths.max()} bits")
@@ -155,11 +160,10 @@ def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 # parts, then low bits · escaped numbers. Within a class channel by channel, token by token.
 
 
+# Class 0: all differences are 0. Class c: on average below 2 ** ((c − 5) / 2).
 _CLASSES = 48
-"""Class 0: all differences are 0. Class c: on average below 2 ** ((c − 5) / 2)."""
 _LIMITS = 2.0 ** ((np.arange(1, _CLASSES) - 5) / 2)
-_LEAST_NUMBERS = 1024
-"""Least numbers of a class: a table costs about 20 bytes."""
+_LEAST_NUMBERS = 1024  # least numbers of a class: a table costs about 20 bytes
 _FAR = 31
 _ESCAPE = 2 * _FAR + 1
 
@@ -217,6 +221,7 @@ def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
 
 
 def _classes(differences: Ints) -> Ints:
+    """Return a class per channel, by mean difference; a small class joins the next."""
     tokens = differences.shape[1]
     sizes = np.abs(differences).sum(axis=1, dtype=np.int64)
     classes = np.searchsorted(_LIMITS * tokens, sizes, side="right").astype(np.int32) + 1
@@ -291,7 +296,7 @@ def packed_bytes(channels: int) -> int:
 
 
 def pack(phases: Bytes) -> bytes:
-    """Pack phases in three bits each, the first in the highest bits."""
+    """Pack phases in three bits each."""
     return np.packbits(np.unpackbits(phases[:, None], axis=1)[:, 5:].ravel()).tobytes()
 
 
@@ -326,7 +331,9 @@ GROUPS = (0, 1, 10)
 
 
 def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
-    """Return ways (channels,), bases (channels,) and differences (channels, tokens)."""
+    """Choose how to predict each channel. Return ways (channels,), bases (channels,) and differences (channels,
+    tokens).
+    """
     channels = len(quotients)
     ways = np.zeros(channels, np.uint8)
     bases, differences = _split_in_groups(quotients, GROUPS[0])
@@ -352,6 +359,7 @@ def join(ways: npt.NDArray[np.uint8], bases: Ints, differences: Ints) -> Ints:
 
 
 def _split_in_groups(quotients: Ints, group: int) -> tuple[Ints, Ints]:
+    """Return bases and differences: from the mean (``group`` 0), or each group's first token."""
     tokens = quotients.shape[1]
     if not group:
         means = np.rint(quotients.sum(axis=1, dtype=np.int64) / tokens).astype(np.int32)
@@ -363,6 +371,7 @@ def _split_in_groups(quotients: Ints, group: int) -> tuple[Ints, Ints]:
 
 
 def _join_groups(bases: Ints, differences: Ints, group: int) -> Ints:
+    """Invert ``_split_in_groups``."""
     if not group:
         return differences + bases[:, None]
     anchors = np.cumsum(differences[:, ::group], axis=1, dtype=np.int32) + bases[:, None]

@@ -110,15 +110,14 @@ if TYPE_CHECKING:
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
-"""Polynomial 1: bit 31 is the coefficient of x**0."""
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """Return the CRC-32 of ``data``, continued from ``value``."""
     return zlib.crc32(data, value)
 
 
 def _multiply(a: int, b: int) -> int:
+    """Multiply polynomials over GF(2), modulo the CRC's."""
     product = 0
     while a:
         if a & _ONE:
@@ -130,6 +129,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift_of(length_bytes: int) -> int:
+    """Return x to the power of ``8 * length_bytes``, modulo the CRC's polynomial."""
     result, square = _ONE, _ONE >> 8
     while length_bytes:
         if length_bytes & 1:
@@ -146,7 +146,6 @@ def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
-    """Return the CRC-32 of ``a + b`` from both CRCs and ``len(b)``."""
     if len2 < 0:
         raise ValueError(f"length {len2}: expected 0 or more")
     return _multiply(crc1 & 0xFFFFFFFF, _shift_of(len2)) ^ crc2 & 0xFFFFFFFF
@@ -287,7 +286,6 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
-    """Return the first value of each name, in lower case."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         first.setdefault(name.lower(), value)
@@ -295,7 +293,6 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
-    """Return the header lines, without the names (in lower case) ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:
@@ -304,7 +301,7 @@ def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
 
 
 def pairs_into(headers: list[tuple[bytes, bytes]]) -> Callable[[bytes, bytes], None]:
-    """Return a parser's callback that appends name and value. The compiled callback runs no Python."""
+    """Return a parser's callback that appends name and value."""
 
     def append_pair(name: bytes, value: bytes) -> None:
         headers.append((name, value))
@@ -317,7 +314,7 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
     """Count the parts of a JSON text, unchecked: lists and objects, texts, commas, the outermost list's commas, and its
-    first item's end (0: none). A long text is counted without the GIL.
+    first item's end (0: none).
     """
     lists = texts = commas = items = first_end = depth = 0
     for match in _JSON_MARKS.finditer(text):
@@ -354,7 +351,7 @@ def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
 
 
 def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
-    """Return number, begin and end of long texts; empty for repeated or escaped fields: only a decoder knows which
+    """Return number, begin and end of texts to cut; none if fields are repeated or escaped: only a decoder knows which
     counts.
     """
     cuts: list[tuple[int, int, int]] = []

@@ -30,6 +30,8 @@ Visit = Callable[[int, "bytes | None", bytes, bytes, list[int]], object]
 
 
 class _Block:
+    """Block at ``depth`` of a chain; ``row`` is None if it is absent but named as parent by its ``children``."""
+
     __slots__ = ("children", "depth", "parent", "row")
 
     def __init__(self, depth: int) -> None:
@@ -98,7 +100,6 @@ class BlockTable:
         return self._present - before
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; False if absent. Its successors stay."""
         block = self._block(key)
         if block is None or block.row is None:
             return False
@@ -143,8 +144,11 @@ class BlockTable:
         return [(key, self._blocks[key].depth, _SIZE_AND_GROUP.unpack(row)[1]) for key, row in self._there()]
 
     def runs(self, visit: Visit) -> None:
-        """Call ``visit(start, parent, hashes, rows, groups)``, which must not change the table, for every run. Rows
-        name groups by position.
+        """Call ``visit(start, parent, hashes, rows, groups)`` for every unbranched run of blocks. Rows name groups by
+        position.
+
+        Raises:
+            RuntimeError: ``visit`` changed the table.
         """
         follows: dict[bytes, bytes] = {}
         heads = []
@@ -191,6 +195,7 @@ class BlockTable:
         return at
 
     def _apply(self, op: int, version: int, body: memoryview, numbers_of: NumbersOf) -> bool:
+        """Apply a record; return False, without change, if it is of another kind or contradictory."""
         if op == _REMOVE and version == 1 and not len(body) % _HASH_BYTES:
             for key in _split(body, _HASH_BYTES, "hashes"):
                 self.remove(key)
@@ -220,6 +225,7 @@ class BlockTable:
                 yield key, block.row
 
     def _count(self, row: bytes, sign: int) -> None:
+        """Add a value to its group's fading bytes, or with ``sign`` -1 remove it."""
         size_bytes, number = _SIZE_AND_GROUP.unpack(row)
         if sign > 0 and self.capacity_bytes < math.inf:
             fade = math.exp(-size_bytes / self.capacity_bytes)

@@ -17,7 +17,7 @@ _GROUPS = PAYLOAD_BLOCK_BYTES // (4 * _WORDS)
 
 def payload_hash(key: bytes, payload: Buffer) -> bytes:
     """Return the NH of UMAC (RFC 4418, 5.2.2) of each block in two Toeplitz passes, little-endian, zero-padded to
-    groups of 32 bytes. Two payloads of equal length collide for at most a fraction of 2^-64 of all keys.
+    groups of 32 bytes. Payloads of equal length collide for at most 2^-64 of all keys.
     """
     data = bytes(payload)
     groups = np.frombuffer(data + bytes(-len(data) % (4 * _WORDS)), "<u4").reshape(-1, _WORDS)

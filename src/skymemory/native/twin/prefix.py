@@ -25,8 +25,8 @@ _NO_PARENT = 0xFFFFFFFF
 
 
 class PrefixTable:
-    """Estimated blocks per slot, at most ``capacity``. ``secret`` (odd): else clients could choose prompts that share a
-    hash bucket. The twin does not use it.
+    """Estimated blocks per slot, at most ``capacity``. ``secret`` (odd) keeps clients from choosing prompts that share
+    a hash bucket; the twin does not use it.
     """
 
     def __init__(self, capacity: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -74,6 +74,7 @@ class PrefixTable:
         self._trim(slot, capacity)
 
     def drop(self, slot: int, block: int) -> int:
+        """Remove a block and all after it from a slot. Return how many."""
         check_slot(slot)
         self._changes += 1
         shelf = self._shelves.get(slot)
@@ -171,8 +172,8 @@ _MASK = (1 << 64) - 1
 
 
 class HolderTable:
-    """Blocks of each slot and medium (below ``MAX_MEDIA``). A slot may hold a block without its prefix. ``secret``: as
-    in ``PrefixTable``.
+    """Blocks that each slot (server) holds, by medium, such as GPU or host memory. A slot may hold a block without its
+    prefix. ``secret``: as in ``PrefixTable``.
     """
 
     def __init__(self, secret: int = 0x9E3779B97F4A7C15) -> None:

@@ -1,5 +1,5 @@
 """Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are
-computed. Reports never change.
+computed.
 
 A *queue* has the requests sent to a slot without a first byte. A prefill is *unseen* unless its answer streams: its end
 is assumed when its estimated work is done, the server reports fewer waiting requests, or its own or a later answer
@@ -49,9 +49,14 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Queue:
+    """Prefills sent to a server and not known to have ended, by ticket; the first is being computed since ``since_s``.
+
+    ``first_s`` and ``rest_s``: work of the first and of all others. ``others``: time of a report, and requests of other
+    routers in it.
+    """
+
     waiting: dict[int, _Prefill] = field(default_factory=dict)
     rest_s: float = 0.0
-    """Work of all but the first."""
     first_s: float = 0.0
     drain_s: float = 0.0
     since_s: float = 0.0
@@ -81,6 +86,7 @@ class PrefillQueues:
         return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
+        """Return each server's wait before a new prefill, in seconds."""
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:
@@ -123,7 +129,9 @@ class PrefillQueues:
         return self._tickets
 
     def remove(self, slot: int, ticket: int, now_s: float) -> float | None:
-        """Remove a prefill. Return the seconds that the server had for it; None if not visible."""
+        """Remove an ended prefill. Return the seconds that the server had for it; None if its begin or end is
+        uncertain.
+        """
         check_slot(slot)
         queue = self._queues.get(slot)
         prefill = None if queue is None else queue.waiting.get(ticket)
@@ -148,6 +156,7 @@ class PrefillQueues:
 
 
 def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
+    """End unseen prefills at the head of a queue that must have ended by now."""
     # Two signs end an unseen prefill: its estimated work is over, or the server reports fewer waiting requests than
     # are counted here. A report is used once (``believed_s``); otherwise each call would end another prefill by it.
     surplus = 0.0
@@ -170,6 +179,7 @@ def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
 
 
 def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
+    """Remove a prefill; the next becomes the first. ``guessed``: its end was not seen."""
     first = next(iter(queue.waiting)) == ticket
     prefill = queue.waiting.pop(ticket)
     queue.unseen -= prefill.unseen
@@ -187,6 +197,7 @@ def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
 
 
 def _of_others(queue: _Queue, report: Report) -> float:
+    """Return the reported waiting requests that this router has not sent."""
     at_s = report.at_s
     if queue.others[0] != at_s:
         ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting.values())
@@ -202,10 +213,9 @@ _MASK = (1 << 64) - 1
 
 
 class UnderWay:
-    """Prompts that servers are computing. A chain of blocks is *under way* at a slot from ``add`` to ``drop``.
+    """Prompts that servers are computing: a chain of blocks is *under way* at a slot from ``add`` to ``drop``.
 
-    Blocks beyond ``most_blocks`` are ignored. ``secret`` (odd): as in ``PrefixTable``. Contradictory chains get
-    meaningless answers.
+    Blocks beyond ``most_blocks`` are ignored. ``secret`` (odd): as in ``PrefixTable``.
     """
 
     def __init__(self, most_blocks: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -230,7 +240,7 @@ class UnderWay:
         return self._changes
 
     def add(self, slot: int, blocks: Blocks) -> int:
-        """Add a chain; return a ticket, never 0."""
+        """Add a chain. Return its ticket, never 0."""
         check_slot(slot)
         self._changes += 1
         self._tickets += 1
@@ -241,7 +251,7 @@ class UnderWay:
         return self._tickets
 
     def drop(self, ticket: int) -> None:
-        """Drop a chain. May be repeated."""
+        """Remove a chain by its ticket."""
         slot, chain = self._open.pop(ticket, (0, None))
         if chain is None:
             return

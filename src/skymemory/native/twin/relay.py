@@ -71,6 +71,7 @@ def next_hop(transit: Transit, there: int, came: int = 0) -> tuple[Link | None, 
 
 
 def socket_of(link: Link | None) -> tuple[str, int] | None:
+    """Return the endpoint of a ground host's link; None if the link is no address."""
     if link is None:
         return None
     try:

@@ -87,6 +87,7 @@ def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -
 
 
 def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
+    """Return the headers of an answer to ``request``, unsealed."""
     slot_moves, plane_moves, credit, seconds, fraction, _ = terms
     sky = request[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
     return _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
@@ -154,6 +155,9 @@ def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes,
 def _open(
     packets: list[memoryview], first_ref: bytes | None, last: list[int]
 ) -> tuple[bytes, list[int], list[tuple[bytes, bytes]]] | None:
+    """Parse the packets of a run; None unless all are valid and of the same request, value and server. ``last``: the
+    last index of the runs before.
+    """
     indices: list[int] = []
     chunks: list[tuple[bytes, bytes]] = []
     ref_at, payload_at = COMMAND_BYTES + SKY_BYTES, COMMAND_BYTES + SKY_BYTES + REF_BYTES
@@ -210,7 +214,7 @@ def recv_runs(
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
     Ends when nothing arrives for ``patience_us`` (a minute at most), on a signal, after ``calls`` batches, with a
-    complete value, or at a run not placed: the second list has that and later runs, as views of ``scratch``.
+    complete value, or at a run not placed; returns that and later runs too, as views of ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
@@ -242,6 +246,7 @@ def recv_runs(
 
 
 def _land(data: Buffer, segment_bytes: int, awaited: dict[int, Landing], tallies: dict[int, Tally]) -> bool:
+    """Place a run of DATA for an awaited request, and add to its tally. Return False, without effect, for others."""
     view = memoryview(data).cast("B")
     if min(len(view), segment_bytes) < TELEMETRY_BYTES + SKY_BYTES or view[_ANSWER.start] != DATA:
         return False
@@ -349,6 +354,9 @@ class _Service:
         return [(*way, packets, unsent) for way, (packets, unsent) in self._passed.items()]
 
     def serve(self, runs: list[Slot], ways: list[Way]) -> list[int]:
+        """Serve or forward runs; return the positions of those left. After a run left, only packets in transit are
+        handled.
+        """
         kept_runs: list[int] = []
         at = 0
         while at < len(runs):
@@ -367,6 +375,7 @@ class _Service:
         return kept_runs
 
     def _pass(self, run: Slot, way: Way) -> int:
+        """Forward a run in transit. Return 1, or 0 if only the state machine can."""
         begin, size, segment_bytes = run
         packet = self.view[begin : begin + size]
         if self._transit is None:
@@ -385,6 +394,7 @@ class _Service:
         return 1
 
     def _execute(self, same: list[Slot], way: Way) -> int:
+        """Serve the GET or SETs that begin these runs, and send or keep the answer. Return how many runs it took."""
         runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
         packet, segment_bytes = runs[0]
         route = self._way_back(packet, way)
@@ -417,6 +427,7 @@ class _Service:
         return messages
 
     def _way_back(self, packet: memoryview, way: Way) -> tuple[Link, tuple[str, int] | None] | None:
+        """Return the link and endpoint by which an answer leaves; None if unknown."""
         endpoint, source = way
         our_beam = packet[_SOURCE] == self._addresses[4:]
         if source is None:
@@ -430,6 +441,7 @@ class _Service:
 def _answer(
     packet: memoryview, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms, guard: Guard | None
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
+    """Answer a GET that the guard, if any, admits."""
     if guard is None:
         return answer_get(packet, shares, terms)
     keys, now_us, skew_us, is_first, _ = guard
@@ -445,6 +457,7 @@ def _answer(
 
 
 def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[bytes] | None) -> tuple[Rest | None, bool]:
+    """Send a batch. Return what the kernel did not take, and True if the network refused."""
     count = 1 if payloads is None else len(payloads)
     width = len(headers) // count
     try:
@@ -516,6 +529,7 @@ def take_sets(
 
 
 def _strip_run_macs(runs: list[Run]) -> list[Run]:
+    """Return the leading intact runs of signed commands, without MACs, which are not checked."""
     bare_runs: list[Run] = []
     for data, segment_bytes in runs:
         packets = segments(data, segment_bytes) if segment_bytes > 0 else []
@@ -531,6 +545,7 @@ def _strip_run_macs(runs: list[Run]) -> list[Run]:
 
 
 def _admitted(runs: list[Run], guard: Guard) -> bool:
+    """Return True if all packets are authentic, of a single time and key, and new."""
     keys, now_us, skew_us, is_first, _ = guard
     packets = [packet for data, segment_bytes in runs for packet in segments(data, segment_bytes)]
     sent_us = {

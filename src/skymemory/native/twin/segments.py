@@ -1,7 +1,7 @@
 """Loops over packets: sealing headers, verifying runs of segments, placing payloads, MACs.
 
-Offsets repeat ``skymemory.protocol.wire`` (a higher layer; a test compares them). A *segment* is a packet of a run of
-equally long packets. All bytes are untrusted.
+Offsets repeat those of ``skymemory.protocol.wire``, a higher layer. A *segment* is a packet of a run of equally long
+packets. All bytes are untrusted.
 
 A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
 the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body, before any payload. Longer
@@ -37,7 +37,6 @@ MUTABLE_AT, MUTABLE_END, CRC_AT = 20, 24, 40
 FLAGS_AT, AUTHENTICATED, MAC_BYTES = 2, 0x01, 16
 SET, MIGRATE, DATA = 0x01, 0x05, 0x42
 CARRIERS = frozenset((SET, MIGRATE, DATA))
-"""Operations that carry a payload after a chunk reference."""
 
 _PRIMARY = struct.Struct(">HHH")
 _CRC = struct.Struct(">I")
@@ -48,7 +47,7 @@ _NATIVE_CRC = struct.Struct("=I")
 
 
 def header_crc(packet: memoryview, sky: int, end: int) -> int:
-    """Return the CRC-32 of ``packet[:end]`` without itself and with the forwarders' bytes as zeros."""
+    """Return the CRC-32 of ``packet[:end]``, without its own field and with the forwarders' bytes as zeros."""
     crc = zlib.crc32(packet[: sky + MUTABLE_AT])
     crc = zlib.crc32(_ZEROS, crc)
     crc = zlib.crc32(packet[sky + MUTABLE_END : sky + CRC_AT], crc)
@@ -179,6 +178,7 @@ def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
 def _places(
     out: Buffer | Rows, targets: Sequence[memoryview], start: int, payload: memoryview
 ) -> Iterator[tuple[memoryview, int, memoryview]]:
+    """Yield the buffer, offset and bytes for each part of a payload that begins at byte ``start`` of the value."""
     if not isinstance(out, tuple):
         yield targets[0], start, payload
         return
@@ -351,13 +351,14 @@ def check_macs(
 ) -> list[int | None]:
     """Return each packet's time of sending in microseconds (0 for telemetry); None if not authentic: no or a wrong MAC,
     a key not in ``keys``, a command's time over ``skew_us`` from ``now_us``, a chunk too large for an answer with a
-    MAC, invalid headers. A payload is checked only if the key covers it.
+    MAC, invalid headers. Payloads are checked if the key covers them.
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]
 
 
 def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: int, skew_us: int) -> int | None:
+    """Check a packet as ``check_macs``."""
     end = _mac_end(packet, sky)
     if not end or check_packet(packet)[0] != OK:
         return None
@@ -405,6 +406,7 @@ def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) 
 
 
 def _mac_end(packet: memoryview, sky: int) -> int:
+    """Return the offset after the MAC; 0 if there is none, or the chunk is too large."""
     if len(packet) < sky + SKY_BYTES + MAC_BYTES or bool(packet[0] & _COMMAND_BIT) != (sky == COMMAND_BYTES):
         return 0
     if not packet[sky + FLAGS_AT] & AUTHENTICATED:

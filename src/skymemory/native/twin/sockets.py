@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 SLOT_BYTES = 65_536
-"""Room for a receive: at most 65,535 bytes."""
 MAX_RUN_BYTES = 65_507
 MAX_RUN_SEGMENTS = 64
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
@@ -95,6 +94,9 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
 
 
 def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of datagrams that segmentation offload can send together: of equal size, the last maybe
+    shorter.
+    """
     first = 0
     while first < len(sizes):
         end, total = first + 1, sizes[first]
@@ -165,6 +167,7 @@ def send_slices(
 
 
 def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[memoryview]], sizes: list[int]) -> int:
+    """Send datagrams in runs, or singly if the device has no offload. Return how many were accepted."""
     sent, offload = 0, True
     while sent < len(parts):
         first, end = next(runs(sizes[sent : sent + MAX_RUN_SEGMENTS], offload))

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
-"""Largest relative increase of the price of delay."""
 SET_BACK_S = 1e9
-"""Penalty of a server beyond its share."""
 FIGURES = struct.Struct("=ddqq")
 """Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
 CURVE = struct.Struct("=ddd")
@@ -148,6 +146,7 @@ class TtftRanker:
         return True
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> tuple[int, ...]:
+        """Lower the scores of the best servers that had their share, until the best has not. Return their positions."""
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -187,6 +186,8 @@ BARS = 4
 
 @dataclass(slots=True)
 class _Bar:
+    """Sliding maximum of a server's runs (time, height), for a number of servers."""
+
     highest: deque[tuple[float, float]] = field(default_factory=deque)
     judged: int = 0
     """Number of the server's first request not included yet."""
@@ -203,7 +204,7 @@ class ShareGuard:
     """Guard that limits each server to little more than its share of requests.
 
     In every run of consecutive requests within ``window_s`` and of at least ``requests`` (or ``mean`` per server), none
-    of ``n`` servers gets more than ``limit / n``, even if traffic stops.
+    of ``n`` servers gets more than ``limit / n``.
 
     Method: a run from a server's request number ``j`` to its next, number ``k``, has ``k − j + 1`` of its requests
     among ``q − p + 1`` of all: too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The greatest left
@@ -272,7 +273,7 @@ def prefill_s(curve: Curve, tokens: int, cached: int) -> float:
 
 
 BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
-"""Candidates for attention over weights, ``a / (b·d)`` of the cost model: 2.2e-5 for a width of 8192."""
+"""Candidates for attention over weights in the cost model."""
 MOST_POINTS = 4096
 
 
@@ -304,6 +305,7 @@ def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0
 
 
 def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fit ``seconds`` to a line over ``work``, twice without outliers. Return the fixed seconds and those per work."""
     fixed_s, per_work_s = _least_squares(work, seconds, [True] * len(work))
     for _ in range(2):
         errors = []
@@ -317,7 +319,7 @@ def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequence[bool]) -> tuple[float, float]:
-    """Fit both parts, not negative: prompts of equal length show no fixed part."""
+    """Fit a line to ``near`` points, without negative parts: prompts of equal length show no fixed part."""
     points = [point for point, counts in zip(zip(work, seconds, strict=True), near, strict=True) if counts]
     count = float(len(points))
     work_mean = _sum([done for done, _ in points]) / count
@@ -342,13 +344,12 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 SURE = 4.0
-"""Required seconds per prompt token, in standard errors."""
 ROUNDS = 4
 
 
 def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
     """Fit if prefill and answer are timed together. ``points``: tokens, cached tokens, answer tokens, seconds. None if
-    uncertain: a fit near 0 would make no cache worth a detour.
+    uncertain.
     """
     if not 3 <= len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")
@@ -386,6 +387,7 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
 
 
 def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
+    """Fit seconds to work and answer tokens (least squares); None if their shares cannot be told apart."""
     works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
     work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
     if squares == 0.0:

@@ -30,9 +30,8 @@ _MAX_CANDIDATES = 25
 
 
 class Gateway:
-    """Current gateway. ``direct`` satellites have their own beams.
-
-    It is chosen again when the box moves and for each second of the satellites' flight.
+    """Current gateway: the satellite whose beam carries this host's packets, except to ``direct`` satellites. It is
+    chosen again when the box moves, and each second.
     """
 
     def __init__(self, access: Access, sky: SkyMap, counters: Counters) -> None:
@@ -47,11 +46,10 @@ class Gateway:
         self._silent_until_s: dict[SatelliteId, float] = {}
 
     def beam(self, satellite: SatelliteId) -> SatelliteId:
-        """Return the satellite whose beam carries packets for ``satellite``, unless ``dark``."""
         return satellite if self.current is None or satellite in self.direct else self.current
 
     def update(self, clock: FollowedClock, now_s: float) -> bool:
-        """Choose the gateway. Return True if it has changed."""
+        """Choose the gateway again, if due. Return True if it has changed; ``dark``: no satellite is in sight."""
         moves, sky_s = clock.moves(now_s), clock.sky_s(now_s)
         at = moves, math.floor(sky_s)
         if at == self._chosen_at and now_s < self._choose_again_s:
@@ -77,7 +75,7 @@ class Gateway:
         return changed
 
     def silent(self, satellite: SatelliteId, now_s: float) -> None:
-        """Skip the gateway for a while if it serves ``satellite``."""
+        """Skip the gateway that serves a silent satellite for a while."""
         gateway = self.current
         if gateway is not None and self._access != "onboard" and self.beam(satellite) == gateway:
             self._silent_until_s[gateway] = now_s + _SKIPPED_S
@@ -85,7 +83,6 @@ class Gateway:
             self._counters.add("gateway_silent")
 
     def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId | None, tuple[SatelliteId, ...]]:
-        """Return the gateway and all satellites in sight."""
         centre = self._sky.centre_at(moves)
         if self._sky.sight is not None:
             in_sight = self._sky.sight.in_sight(centre, sky_s)
@@ -117,7 +114,7 @@ def first_responsive(candidates: Iterable[SatelliteId], silent: Container[Satell
 
 
 def nearest(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
-    """Return possible gateways in place of ``centre``, nearest first."""
+    """Return possible gateways, those nearest to the satellite overhead first."""
     centre = torus.living(centre)
     ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
     return ordered[:_MAX_CANDIDATES]

@@ -1,8 +1,8 @@
 """State of each satellite as seen by a client, and detection of dead and recovered satellites.
 
 1. A request unanswered for too long makes its satellite a suspect; operations that need it fail or read elsewhere.
-2. Probes (PINGs) go to suspects at growing intervals, and to their neighbours, so that a dead plane or computer is
-   known before a read waits for it. The first answer ends a suspicion.
+2. Probes (PINGs) go to suspects at growing intervals, and to their neighbours, so that a dead plane is known before a
+   read waits for it. Any answer ends a suspicion.
 3. If no satellite answers, the gateway is skipped; then the circuit breaker opens.
 """
 
@@ -23,15 +23,12 @@ from skymemory.protocol.wire import Op
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
 _LANE_FLOOR_BYTES = 16 * 1024
-"""Two chunks."""
 UNLIMITED = math.inf, 0
-"""Way without a rate: its most bytes are never looked at, since receivers alone bound it."""
+"""No rate: only receivers bound what is in flight."""
 _LEAST_GRACE_S = 0.002
 _OVERTAKING_MARGIN = 1.25
 _OVERTAKING_S = 30.0
-"""Seconds for which an overtaking lag is remembered."""
 _CLOCK_GRAIN_S = 2e-6
-"""Tolerance for timestamps in whole microseconds."""
 
 
 class Peer:
@@ -52,27 +49,24 @@ class Peer:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
         self.quiet = False
-        """True if it did not answer as a stand-in, until heard."""
         self.capabilities: Capabilities | None = None
         self._unsupported_until_s: dict[Op, float] = {}
-        """Unsupported operations, each with the belief's end."""
         self._name = name
         self._suspects = suspects
         self._answer_number = self._notice_number = -1
 
     def is_new(self, number: int) -> bool:
-        """Return True, and remember it, if an answer is the latest."""
         is_new = number > self._answer_number
         self._answer_number = max(self._answer_number, number)
         return is_new
 
     def is_new_notice(self, number: int) -> bool:
-        """Do as ``is_new`` for a GONE, which may arrive by another link."""
         is_new = number > self._notice_number
         self._notice_number = max(self._notice_number, number)
         return is_new
 
     def on_answer(self, round_trip_s: float | None, now_s: float) -> None:
+        """Record an answer, which ends a suspicion; ``round_trip_s`` None: not measurable."""
         self.heard_s = now_s
         self.quiet = False
         if self._suspects:
@@ -96,14 +90,11 @@ class Peer:
         return bool(self._unsupported_until_s) and now_s < self._unsupported_until_s.get(op, -math.inf)
 
     def may_ignore(self, op: Op) -> bool:
-        """Return True if it may leave ``op`` unanswered as unknown."""
         known = self.capabilities
         return known is not None and not (known.stated and known.serves(op))
 
 
 class Peers:
-    """State of all satellites, and windows."""
-
     def __init__(
         self,
         inbound_bytes: int,
@@ -121,11 +112,11 @@ class Peers:
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
         self._overtaking_lag_s, self._overtaken_until_s = 0.0, -math.inf
-        """Lag of overtaken packets, and the belief's end."""
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
+        """Return the window for bytes sent up a satellite's beam."""
         window = self._outbound.get(beam)
         if window is None:
             rate_bytes_s, most_bytes = self._up
@@ -137,7 +128,7 @@ class Peers:
         return window
 
     def lane(self, beam: SatelliteId) -> Window | None:
-        """Return the window down this beam; None without link rates."""
+        """Return the window for answers down a satellite's beam; None if link rates are unlimited."""
         rate_bytes_s, most_bytes = self._down
         if rate_bytes_s == math.inf:
             return None
@@ -162,7 +153,7 @@ class Peers:
     def heard_late(
         self, satellite: SatelliteId, round_trip_s: float | None, now_s: float, number: int | None = None
     ) -> None:
-        """Record an answer to a request no longer awaited. With a ``number``, it must be new, or it may be a replay."""
+        """Record an answer to a request no longer awaited, unless its ``number`` shows a replay."""
         if (peer := self._peers.get(satellite)) is None:
             return
         if number is None or (peer.is_new(number) and round_trip_s is not None):
@@ -192,9 +183,7 @@ class Peers:
 
 
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 4.0
-"""Bounds of the probe interval, a quarter of the silence so far."""
 MAX_SUSPECTS = 64
-"""Limit of suspects. A further suspect replaces the longest silent."""
 
 
 @dataclass(slots=True)
@@ -210,7 +199,6 @@ class Suspects:
         self._suspicions: dict[SatelliteId, _Suspicion] = {}
         self._new_suspects: list[SatelliteId] = []
         self.next_s = math.inf
-        """Time before which no probe is due and no suspect new."""
         self.added = 0
 
     def __len__(self) -> int:
@@ -220,6 +208,7 @@ class Suspects:
         return satellite in self._suspicions
 
     def add(self, satellite: SatelliteId, now_s: float) -> None:
+        """Suspect a satellite; beyond the limit, the oldest suspect is dropped."""
         if satellite in self._suspicions:
             return
         if len(self._suspicions) >= MAX_SUSPECTS:
@@ -234,6 +223,7 @@ class Suspects:
             self._update_next_s()
 
     def take_due(self, now_s: float) -> list[SatelliteId]:
+        """Return the suspects to probe now, at intervals of a quarter of their silence."""
         if now_s < self.next_s:
             return []
         due_now = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.probe_s <= now_s]
@@ -250,7 +240,6 @@ class Suspects:
         self._update_next_s()
 
     def take_new(self) -> list[SatelliteId]:
-        """Return the suspects that are new since the last call."""
         new, self._new_suspects = self._new_suspects, []
         return [satellite for satellite in new if satellite in self._suspicions]
 
@@ -259,7 +248,6 @@ class Suspects:
 
 
 _RECENT_S = 1.0
-"""Seconds for which a suspect's neighbour, once heard, is not probed."""
 _MAX_SCOUTED = 32
 _WITNESSES = 3
 Probes = list[tuple[SatelliteId, bool]]
@@ -305,6 +293,7 @@ class FailureDetector:
         return probes + self._get_neighbour_probes(now_s)
 
     def _get_neighbour_probes(self, now_s: float) -> Probes:
+        """Return probes of new suspects' neighbours not heard recently: satellites fail by plane or computer."""
         suspects, probes = self._peers.suspects, Probes()
         for suspect in suspects.take_new():
             if len(suspects) > _MAX_SCOUTED:
@@ -320,8 +309,8 @@ class FailureDetector:
     def overdue(
         self, satellite: SatelliteId, begun_s: float, sent_s: float, centre: SatelliteId, now_s: float
     ) -> Probes:
-        """Return probes for an overdue request, if no satellite was heard since ``sent_s``: first of witnesses; if they
-        are silent too, through the next gateway.
+        """Return probes for an overdue request, if no satellite was heard since ``sent_s``: of witnesses on other
+        planes, then through the next gateway.
         """
         gateway = self._gateway.current if self._gateway is not None else None
         direct: frozenset[SatelliteId] = frozenset()
@@ -345,6 +334,7 @@ class FailureDetector:
             self._peers.suspects.probe_all(now_s)
 
     def timed_out(self, started_s: float, now_s: float) -> None:
+        """Record a timeout: if no satellite was heard since the operation started, open the breaker."""
         if not self._peers.any_heard_since(started_s):
             if self.breaker.closed:
                 self._counters.add("breaker_opened")

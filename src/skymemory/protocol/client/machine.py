@@ -72,11 +72,8 @@ Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
 _WINDOW_BYTES, _CREDIT_BYTES = 3 << 20, 1 << 20
 _ARRIVES_WITHIN_S = 1.0
-"""Transit time during which the box may move."""
 _MIN_BURST_CHUNKS = 10
-"""Smallest burst of a write while others are in flight."""
 _MAX_GONE = 1 << 16
-"""Maximum queue of dead values; if the oldest are dropped, later reads miss."""
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA,
     Op.HAS: Op.PRESENCE,
@@ -91,8 +88,8 @@ _ANSWERS: dict[Op, Op] = {
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """Configuration of a client. ``window_bytes`` may be in flight to the client; ``credit_bytes`` is the assumed
-    capacity of a satellite; 0: the transport's limit.
+    """Configuration of a client, the ground host number ``ground``. ``window_bytes`` may be in flight to it;
+    ``credit_bytes`` is the assumed receive buffer of a satellite; 0: the transport's limit.
     """
 
     ground: int
@@ -133,6 +130,8 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """End of an operation. ``body`` is a question's answer, ``info`` a value's."""
+
     number: int
     ok: bool
     report: TransferReport
@@ -142,11 +141,12 @@ class Finished:
 
 _PLAIN_CHUNKS = 128
 _PLAIN_ROUND_TRIP_S = 0.0005
-"""Longest round trip for the fast path, which blocks on the socket."""
 
 
 class PlainRead(NamedTuple):
-    """GET that the transport sends itself, into the reader's memory (``landing``)."""
+    """GET of the fast path: the transport sends ``packet`` and receives into ``landing``, the reader's memory.
+    ``moves``: the box's.
+    """
 
     info: ValueInfo
     satellite: SatelliteId
@@ -158,7 +158,7 @@ class PlainRead(NamedTuple):
 
 
 class PlainWrite(NamedTuple):
-    """SET that the transport sends itself; ``moves``: those of the box when it was packed."""
+    """SETs of the fast path, which the transport sends itself."""
 
     transfer: WriteTransfer
     satellite: SatelliteId
@@ -194,8 +194,6 @@ def _continues_despite_other_version(request: PacketRequest, transfer: ReadTrans
 
 
 class ClientMachine:
-    """Communication of a ground host with the constellation."""
-
     def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock, first_request_id: int = 1) -> None:
         self.config = config = config.with_windows(_WINDOW_BYTES, _CREDIT_BYTES)
         self.counters = Counters()
@@ -205,7 +203,6 @@ class ClientMachine:
         ways = config.beam_limits("up"), config.beam_limits("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
         self._beam_down_bytes = ways[1][1]
-        """Bytes in flight down a beam; 0 without rates."""
         self._handover_gap_s = config.links.handover_gap_s if config.links is not None else 0.0
         self._sending_paused_until_s = -math.inf
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
@@ -214,7 +211,7 @@ class ClientMachine:
             self._peers, self._gateway, config.give_up_s, config.ground, config.authority, first_request_id
         )
         self._gate: ClientGate | None = None
-        """Gate for answers. With it, only a later answer or DATA with new chunks is a sign of life."""
+        """Gate for answers; None: answers need no MACs."""
         if config.authority is not None and config.authority.proves_answers:
             self._gate = ClientGate(config.authority, self.counters)
         self._keepalive = WriteKeepalive()
@@ -264,7 +261,7 @@ class ClientMachine:
     # over.
 
     def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
-        """Pack ``get`` for a value on a single near satellite, if possible."""
+        """Pack a read for the fast path: on a single near satellite, with nothing else under way. None: impossible."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
         if not one_packet or not can_hold(out, info.value_bytes) or not self._may_use_plain_path():
             return None
@@ -278,7 +275,7 @@ class ClientMachine:
         return PlainRead(info, satellite, request_id, packet, landing_of(info, out), moves, now_s)
 
     def end_plain_get(self, read: PlainRead, tallies: Sequence[Tally], now_s: float) -> Finished | int:
-        """Return the end of a plain read, or the operation that continues it."""
+        """Return the end of a plain read, or its operation's number."""
         info = read.info
         if len(tallies) == 1:
             request_id, echo_us, _, placed_chunks, duplicates, corrupt, foreign = tallies[0]
@@ -294,7 +291,7 @@ class ClientMachine:
         return number
 
     def plain_put(self, key: bytes, value: Buffer, striping: Striping, now_s: float) -> PlainWrite | None:
-        """Pack ``put`` for a value on a single near satellite, if possible."""
+        """Pack a write for the fast path, as ``plain_get``."""
         size_bytes = memoryview(value).nbytes
         chunks, (_, strategy, servers, _) = striping.chunks_of(size_bytes), striping
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._may_use_plain_path():
@@ -310,7 +307,7 @@ class ClientMachine:
         return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
 
     def end_plain_put(self, write: PlainWrite, runs: list[Run], now_s: float) -> Finished | int | None:
-        """Return the end of a plain write, the operation that continues it, or None if more is expected."""
+        """Return the end of a plain write, or its operation's number; None if more ACKs are expected."""
         transfer = write.transfer
         acks = [native.open_ack(run) if len(run) <= segment_bytes else None for run, segment_bytes in runs]
         if acks and all(ack is not None and self._acknowledges(write, ack) for ack in acks):
@@ -351,6 +348,7 @@ class ClientMachine:
         return Finished(0, True, report, b"", info)
 
     def _continue_as_operation(self, transfer: Transfer, plain: PlainRead | PlainWrite) -> int:
+        """Return the number of an operation that continues a plain request under its id."""
         operation, indices = self._register_operation(transfer, plain.begun_s), range(transfer.info.chunks)
         satellite, moves, begun_s = plain.satellite, plain.moves, plain.begun_s
         request = self._in_flight.begin(operation, satellite, indices, moves, begun_s, plain.request_id)
@@ -387,7 +385,7 @@ class ClientMachine:
         return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
 
     def boxes_around_suspects(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
-        """Return the displaced boxes to which values are written now."""
+        """Return the satellites of the boxes displaced around suspects, to which values are written now."""
         if not self._peers.suspects:
             return []
         moves = self.moves(now_s)
@@ -398,7 +396,7 @@ class ClientMachine:
         return [satellite for box in boxes for satellite in box]
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
-        """Begin a question to a satellite; with ``once``, not retransmitted."""
+        """Begin a question ``op`` to a satellite. Return its number. With ``once``, it is not retransmitted."""
         operation = self._register_operation(op, now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._end_operation(operation, Miss.UNREACHABLE, now_s)
@@ -417,7 +415,6 @@ class ClientMachine:
         return operation.number
 
     def cancel(self, number: int) -> None:
-        """Drop an operation and its event."""
         operation = self._operations.pop(number, None)
         self.revision += 1
         if operation is not None:
@@ -440,11 +437,9 @@ class ClientMachine:
 
     @property
     def idle(self) -> bool:
-        """Return True if nothing is under way except probes."""
         return self._operations.keys() <= self._probe_operations
 
     def _register_operation(self, work: Transfer | Op, now_s: float) -> Operation:
-        """Begin a read, a write or a question."""
         if isinstance(work, Op):
             operation = Operation(self._next_number, work, None, now_s, TransferReport(satellites=1))
         else:
@@ -461,6 +456,7 @@ class ClientMachine:
         return operation.number
 
     def _enqueue(self, operation: Operation) -> None:
+        """Let an operation send its pending bursts when windows admit; small reads overtake large reads."""
         if not operation.queued:
             operation.queued = True
             if not isinstance(operation.transfer, ReadTransfer):
@@ -471,6 +467,9 @@ class ClientMachine:
                 self._waiting_reads.appendleft(operation)
 
     def _end_operation(self, operation: Operation, failure: Miss | None, now_s: float, body: bytes = b"") -> None:
+        """End an operation and queue its event; probes have no event. ``failure`` None is success, which closes the
+        breaker.
+        """
         if self._operations.pop(operation.number, None) is None:
             return
         if self._keepalive.on_write_end(operation.number, now_s):  # satellites may have dropped its first chunks
@@ -493,6 +492,7 @@ class ClientMachine:
     # --- where chunks are ---
 
     def _update_gateway(self, now_s: float) -> None:
+        """Choose the gateway again. Sending pauses after a change; with no satellite in sight, all operations fail."""
         if self._gateway is not None and self._gateway.update(self._clock, now_s):
             self._peers.rerouted()
             if self._handover_gap_s:
@@ -513,13 +513,13 @@ class ClientMachine:
         return [copy(replica) for replica in range(replicas)]
 
     def everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
-        """Return the moves at which a value's chunks may have been left, now's first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _get_stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
         return StandIns(partial(self.everywhere, transfer.info, now_s), self._peers.quiet)
 
     def _get_places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
+        """Return satellites that may store chunks of this write, now or after a move meanwhile."""
         info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
         return {
             satellite
@@ -566,6 +566,7 @@ class ClientMachine:
             yield in_flight.take_packets()
 
     def _send_reads(self, now_s: float) -> None:
+        """Send GETs of waiting reads in order, until a window stops a read."""
         while self._waiting_reads:
             operation = self._waiting_reads[0]
             transfer = operation.transfer
@@ -580,7 +581,9 @@ class ClientMachine:
             operation.queued = False
 
     def _send_gets(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
-        """GET pending bursts; chunks of suspects elsewhere, or the read fails."""
+        """Send GETs of pending bursts, as far as windows admit; chunks of suspects are read elsewhere, or the read
+        fails.
+        """
         moves, suspects = self.moves(now_s), self._peers.suspects
         # Only when a suspect was added since the last check; a replicated read asks another copy below.
         if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
@@ -614,7 +617,7 @@ class ClientMachine:
             self._in_flight.transmit(requests, now_s)
 
     def _send_sets(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
-        """SET pending bursts, with a stop after each."""
+        """Send SETs of pending bursts, as far as each beam's window admits; yield after each."""
         pending, suspects, peers, gateway = transfer.pending, self._peers.suspects, self._peers, self._gateway
         one_beam = gateway is not None and not gateway.direct
         moves = self.moves(now_s)
@@ -655,10 +658,10 @@ class ClientMachine:
     # --- packets received ---
 
     def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
-        """Process packets of ``segment_bytes`` each (the last may be shorter); bad packets are counted."""
         self.receive_runs([(memoryview(data), segment_bytes)], now_s)
 
     def receive_runs(self, runs: list[Run], now_s: float) -> None:
+        """Process received packets; DATA of awaited reads is copied to its place natively."""
         if self._gate is not None:
             runs = self._gate.admit(runs)
         at = 0
@@ -672,10 +675,10 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Return destinations for DATA; none if it must be authenticated."""
         return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
+        """Account for DATA already copied to the readers' buffers; end reads that are complete or failed."""
         # All runs are counted before any operation ends, because its end drops its requests.
         awaited_runs: list[tuple[PacketRequest, ReadTransfer, Tally]] = []
         for tally in tallies:
@@ -797,6 +800,7 @@ class ClientMachine:
         self._receive_answer(request, header, packet.body, now_s)
 
     def _receive_answer(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
+        """Act on an answer to an open request."""
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
             self._end_operation(operation, Miss.REFUSED, now_s)
@@ -830,22 +834,24 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
 
     def _may_speak_for(self, speaker: SatelliteId, request: PacketRequest, status: Status) -> bool:
-        """Return True if another satellite may answer the request so.
-
-        Satellites sign refusals even of a stranger's packets; only the beam, which checks commands, may refuse.
+        """Return True if ``speaker``, a satellite on the path, may answer so: only the beam, which checks commands, may
+        refuse.
         """
         return status is not Status.REFUSED or speaker == self._in_flight.beam(request.satellite)
 
     def _receive_overtaken_answer(
         self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float
     ) -> None:
+        """Process an answer older than another: only ACKs still count."""
         if header.op is Op.ACK and header.status is Status.OK:
             self._receive_answer(request, header, body, now_s)
         else:
             self.counters.add("packets_unexpected")
 
     def _is_latest_answer(self, request: PacketRequest, answer: memoryview) -> bool:
-        """Return True if an answer is this request's latest, or without a gate."""
+        """Return True if an answer is newer than the request's earlier answers, not a replay; always True without
+        authentication.
+        """
         if self._gate is None:
             return True
         number = answer_number(answer)
@@ -856,7 +862,6 @@ class ClientMachine:
         return True
 
     def _record_answer(self, request: PacketRequest, echo_us: int, now_s: float) -> float:
-        """Record an answer. Return the round trip, 0 if unknown."""
         elapsed_s = since_s(echo_us, now_s)
         request.peer.on_answer(elapsed_s, now_s)
         request.link.moved_s = now_s
@@ -884,6 +889,7 @@ class ClientMachine:
     def _on_missing(
         self, request: PacketRequest, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
+        """Handle a MISS: search the chunks elsewhere, or end the read."""
         # Only what this request asked for: a forged or stale MISS must not affect other chunks.
         requested = set(request.indices)
         indices = [index for index in selection.indices() if index in requested]
@@ -939,7 +945,6 @@ class ClientMachine:
 
     @property
     def probing(self) -> bool:
-        """Return True if probes need the timer even without an operation."""
         return self._detector.next_s < math.inf
 
     def handle_timer(self, now_s: float) -> None:
@@ -972,7 +977,6 @@ class ClientMachine:
             self._send_probes(self._detector.take_due_probes(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
-        """PING the satellite: was the answer lost, or the operation unknown?"""
         if self._pings_beside.get(satellite) not in self._probe_operations:
             self._pings_beside[satellite] = self._send_probes([(satellite, False)], now_s)
 

@@ -1,12 +1,4 @@
-"""Requests from their first packet to their last answer: packing, windows, deadlines, retransmission.
-
-For an overdue request, ``repeat_or_give_up``, in order:
-
-1. retires it, if its chunks arrived by another request;
-2. gives it up, if its satellite was silent for ``give_up_s``: the satellite becomes a suspect;
-3. waits on, if the satellite still works through earlier requests;
-4. retransmits the missing chunks under the same id, with back-off and half the window.
-"""
+"""Requests from their first packet to their last answer: packing, windows, deadlines, retransmission."""
 
 from __future__ import annotations
 
@@ -52,25 +44,16 @@ from skymemory.protocol.wire import (
 from skymemory.reasons import Miss
 
 ALWAYS_SENT = (Op.PING, Op.ADVANCE)
-"""Operations sent even to suspects, for operators."""
 _MIN_HEDGE_S = 0.002
 _MAX_PARTIAL = 10
-"""Factor of ``give_up_s`` that bounds partial answers."""
 _MAX_LATE = 3
-"""Factor of ``give_up_s`` that bounds late answers."""
 _MAX_BACKOFF = 4
-"""Largest back-off, in timeouts: windows already slow the sender."""
 _MIN_TRIES = 4
-"""Fewest tries for a silent satellite: at 10 % loss, three lost tries happen daily."""
 _STAND_IN_TRIES = 3
-"""Tries for a stand-in: a dead plane holds most of them."""
 _NEARLY_SILENT = 0.9
 _UNSUPPORTED_TRIES = 3
-"""PINGs answered before a repeated question counts as unknown: by chance in 1 of 390,000 at 2 % loss each way."""
 _MODEST_BYTES_PER_S = 200e6
-"""Rate at which a busy host may process its queue before the delay looks like loss."""
 STALE_S = 10.0
-"""Age at which a measured round trip is discarded."""
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
 _GROUND = GROUND_SHELL << 24
@@ -78,7 +61,9 @@ _GROUND = GROUND_SHELL << 24
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """Read, write or (``transfer`` None) question."""
+    """Read, write or (``transfer`` None) question. ``requests`` are its ids in flight; ``queued``: it has bursts to
+    send.
+    """
 
     number: int
     op: Op
@@ -91,7 +76,7 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class PacketRequest:
-    """Packets in flight. A repetition keeps the id, so that late answers count."""
+    """GET or SET of chunks ``indices``, or question, until answered. A repetition keeps the id: late answers count."""
 
     request_id: int
     operation: Operation
@@ -113,7 +98,7 @@ class PacketRequest:
     once: bool = False
     attempts: int = 1
     sent_s: float = 0.0
-    hedged: bool = False
+    hedged: bool = False  # True if another copy was asked too
     heard_beside: int = 0
     """Answers to packets sent with or after its repetitions."""
     gap_seen: bool = False
@@ -146,14 +131,12 @@ class InFlight:
         self._credit = min(peers.inbound.limit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
         self._earliest_deadline_s = math.inf
-        """Lower bound of all deadlines: most are postponed."""
         self._next_request_id = first_request_id
         self._sequence = 0
 
     # --- sending ---
 
     def beam(self, satellite: SatelliteId) -> SatelliteId:
-        """Return the satellite whose beam carries packets for ``satellite``."""
         return satellite if self._gateway is None else self._gateway.beam(satellite)
 
     def lane(self, satellite: SatelliteId) -> Window | None:
@@ -173,6 +156,7 @@ class InFlight:
         now_s: float,
         request_id: int = 0,
     ) -> PacketRequest:
+        """Register a request, with its deadline and its bytes in the windows; ``transmit`` sends it."""
         op, transfer, peer = operation.op, operation.transfer, self._peers.peer(satellite)
         # A SET fills the upward beam's window, everything else the receive buffer's.
         window = self._peers.outbound(self.beam(satellite)) if op is Op.SET else self._peers.inbound
@@ -211,7 +195,7 @@ class InFlight:
         return request
 
     def transmit(self, requests: Sequence[PacketRequest], now_s: float) -> None:
-        """Pack an operation's requests, for chunks still missing."""
+        """Pack and queue an operation's requests, for chunks still missing."""
         for request in requests:
             request.sent_s = now_s
             link = request.link
@@ -241,7 +225,6 @@ class InFlight:
             self._queue_packets(single(packet), beam, now_s)
 
     def _queue_packets(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
-        """Queue a batch, signed again when repeated: MACs carry a time."""
         self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
     def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
@@ -256,7 +239,6 @@ class InFlight:
     def pack_set(
         self, transfer: WriteTransfer, satellite: SatelliteId, moves: Moves, now_s: float
     ) -> tuple[int, SegmentBatch]:
-        """Return the id and batch of a SET of a whole value, as ``pack_get``."""
         request_id, indices = self._take_request_id(), range(transfer.info.chunks)
         return request_id, self._pack_set(transfer, indices, satellite, request_id, moves, now_s)
 
@@ -277,7 +259,7 @@ class InFlight:
     def _prefix(
         self, op: Op, satellite: SatelliteId, request_id: int, moves: Moves, sequence: int, now_s: float
     ) -> bytes:
-        """Pack without an intermediate ``SkyHeader``: a block needs dozens."""
+        """Return a command's packed headers."""
         outer = command_fields(op, sequence, COMMAND_PREFIX_BYTES + 1)
         ends = _wire_address(satellite), _GROUND | _wire_address(self.beam(satellite)), self._ground, request_id
         journey = HOP_LIMIT, 0, 0, microseconds(now_s) & 0xFFFFFFFF
@@ -328,7 +310,7 @@ class InFlight:
         operation.requests.clear()
 
     def extend(self, request: PacketRequest, now_s: float) -> None:
-        request.deadline_s = now_s + _timeout_s(request.peer, request.link)
+        self._set_deadline(request, now_s + _timeout_s(request.peer, request.link))
 
     def hurry(self, request: PacketRequest, now_s: float) -> None:
         """Shorten the deadline: an earlier part of the answer seems lost."""
@@ -338,9 +320,7 @@ class InFlight:
             request.gap_since_s = now_s
 
     def completed(self, request: PacketRequest, now_s: float) -> None:
-        """Record an answer's last part. If it lagged without a loss (a repetition takes a round trip), the same lag is
-        awaited next time.
-        """
+        """Record an answer's last part. A lag without a loss is allowed for next time."""
         if request.gap_since_s is None:
             return
         repeated = request.attempts > 1
@@ -352,7 +332,6 @@ class InFlight:
     # --- time ---
 
     def next_timer_s(self) -> float:
-        """Return when to check for overdue requests, or earlier."""
         return self._earliest_deadline_s if self.by_id else math.inf
 
     def overdue(self, now_s: float) -> list[PacketRequest]:
@@ -370,6 +349,7 @@ class InFlight:
         self._earliest_deadline_s = min(self._earliest_deadline_s, deadline_s)
 
     def hedge(self, request: PacketRequest, now_s: float) -> bool:
+        """Ask the next copy for an overdue replicated read, once. Return True if asked."""
         transfer = request.operation.transfer
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
@@ -417,6 +397,7 @@ class InFlight:
     def _retransmit(
         self, request: PacketRequest, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float
     ) -> None:
+        """Send a request again for chunks ``wanted``, with back-off to a silent satellite, and shrink its window."""
         round_trip = request.peer.round_trip
         request.link.lost(now_s, round_trip.smoothed_s)
         # Back-off is for dead satellites: a live satellite gets lost packets again at once.
@@ -436,12 +417,11 @@ class InFlight:
         self.transmit([request], now_s)
 
     def _get_allowed_silence_s(self, peer: Peer) -> float:
-        """Return the allowed silence: longer if recent answers were late."""
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
     def _was_ignored(self, request: PacketRequest) -> bool:
-        """Return True if a satellite that may not know this operation answered packets since its last repetition, sent
-        beside a PING.
+        """Return True if a satellite answered a PING but not this question beside it: perhaps it does not know that
+        operation.
         """
         op = request.operation.op
         if not request.peer.may_ignore(op) or request.attempts == 1 or op in ALWAYS_SENT:

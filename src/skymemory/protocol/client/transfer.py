@@ -1,8 +1,8 @@
 """Transfer of a value: which chunks to request (or send) next, and where.
 
-A read asks the satellite on which the clock places a chunk. After a MISS (``absent``), the likely places are asked in
-turn, because the box may be moving; then all possible places. For a silent satellite (``redirect``, ``avoid``), another
-copy or its stand-ins are asked: the satellites that held the chunk before it.
+A read asks the satellite on which the clock places a chunk; after a MISS (``absent``), the likely places in turn, then
+all possible places. For a silent satellite (``redirect``, ``avoid``), another copy or its stand-ins are asked: the
+satellites that held the chunk before it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class StandIns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
+    """What is needed to find and verify a stored value; ``strategy`` (a wire code), ``servers`` and ``set_moves``
+    determine its satellites.
+    """
+
     key: bytes
     chunks: int
     chunk_bytes: int
@@ -93,7 +97,6 @@ class Striping(NamedTuple):
     replicas: int = 1
 
     def chunks_of(self, size_bytes: int) -> int:
-        """Return the number of chunks; 0 for a chunk size that cannot be."""
         return max(1, -(-size_bytes // self.chunk_bytes)) if self.chunk_bytes > 0 else 0
 
 
@@ -116,7 +119,7 @@ class TransferReport:
 
 
 class Burst(NamedTuple):
-    """Chunks of a request; ``steps`` may be packed."""
+    """Chunks of a request to a satellite; ``steps`` is their packed selection, if known."""
 
     satellite: SatelliteId
     indices: Sequence[int]
@@ -124,6 +127,8 @@ class Burst(NamedTuple):
 
 
 class WaitingBursts:
+    """Bursts of a write yet to be sent; those to a full window are put aside."""
+
     __slots__ = ("_bursts", "_bursts_aside", "_next_bursts")
 
     def __init__(self, bursts: Iterable[Burst] = ()) -> None:
@@ -143,6 +148,7 @@ class WaitingBursts:
         return self._bursts[self._next_bursts[0][1]][0][1] if self._next_bursts else None
 
     def drop(self, chunks: int) -> None:
+        """Remove the first ``chunks`` chunks of the first burst."""
         order, satellite = self._next_bursts[0]
         queue = self._bursts[satellite]
         indices = queue[0][1].indices
@@ -160,6 +166,7 @@ class WaitingBursts:
         self._bursts_aside.append((heapq.heappop(self._next_bursts), window, window.passed_bytes, window.limit_bytes))
 
     def resume(self, all_of_them: bool) -> None:
+        """Queue again bursts whose window has changed since they were put aside, or ``all_of_them``."""
         if self._bursts_aside:
             aside, self._bursts_aside = self._bursts_aside, []
             for entry in aside:
@@ -178,6 +185,7 @@ class WaitingBursts:
 def _bursts_in_turn(
     chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int
 ) -> Iterator[tuple[SatelliteId, range]]:
+    """Yield satellites and chunk indices of bursts; chunk i is on server i modulo ``servers``."""
     # In turn, so that all satellites start to answer with the first requests.
     round_chunks = servers * burst_chunks
     for first in range(0, chunks, round_chunks):
@@ -206,8 +214,8 @@ def planned(
 class Absence(NamedTuple):
     """MISS of some chunks, and what a reader then knows.
 
-    ``nearby`` are the moves at which they may be found, now's first; ``everywhere`` all at which they may have been
-    left. ``settled``: no handover of the key is in progress there. ``counted`` are the satellite's moves.
+    ``nearby``: moves at which they may be found, now's first; ``everywhere``: all at which they may have been left.
+    ``settled``: no handover of the key is in progress there. ``counted``: the satellite's moves.
     """
 
     satellite: SatelliteId
@@ -227,8 +235,8 @@ class Absence(NamedTuple):
 class _Search:
     """Search for a chunk that was not in its place at moves ``at``.
 
-    ``left`` are asked in turn, then all at once: ``silent`` have not answered; ``proof`` is True while no place is left
-    for the chunk.
+    The satellites ``left`` are asked in turn, then all possible satellites at once, of which ``silent`` have not
+    answered. ``proof``: their answers so far prove that the chunk is lost.
     """
 
     at: Moves
@@ -271,17 +279,13 @@ class ReadTransfer:
         bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.checked_suspects: int | None = None
-        """``Suspects.added`` when ``pending`` had no suspect."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self._where = where
         self._searches: dict[int, _Search] = {}
         self._bursts_aside: list[Burst] = []
-        """Bursts that wait until the stand-ins have served."""
         self._asked_of_stand_ins: set[int] = set()
         self._first_failures: dict[SatelliteId, Miss] = {}
-        """First failure of each satellite that needed stand-ins: after a timeout it counts as unreachable, which is no
-        news.
-        """
+        """First failure of each satellite that needed stand-ins."""
 
     def on_chunks_placed(self, chunks: int, duplicates: int, corrupt: int) -> None:
         self.missing -= chunks
@@ -303,12 +307,11 @@ class ReadTransfer:
     def absent(self, indices: list[int], answer: Absence) -> Miss | None:
         """Search for chunks that a satellite does not hold.
 
-        1. The likely places in turn: now → nearby → now again, because a chunk stays in its old place until its copy is
-           acknowledged and aged.
+        1. The likely places in turn, at last now's again: a chunk stays in its old place until its copy is stored.
         2. All places where it can have been left, at once.
 
-        Return why the read must end. MISSING is proved: all places have said so within ``PROOF_S``, at the same moves,
-        with no handover in progress. Everything else is UNDER_WAY.
+        Return why the read must end: MISSING if all places have denied it within ``PROOF_S``, at the same moves, with
+        no handover in progress; otherwise UNDER_WAY.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -364,8 +367,7 @@ class ReadTransfer:
     ) -> bool:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
-        If all places are being asked, nothing is proved any more. Otherwise the stand-ins are asked: the satellite may
-        have died before its handover. If these fail too, ``why_ended`` returns ``failure``.
+        The stand-ins are asked, since it may have died before its handover, unless all places are being asked.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -387,6 +389,7 @@ class ReadTransfer:
         return True
 
     def _search_stand_ins(self, index: int, silent: SatelliteId, failure: Miss, stand_ins: StandIns) -> _Search:
+        """Begin to ask all at once the satellites that may hold a silent satellite's chunk."""
         at = stand_ins.at()
         known_places = self._get_places(index % self.info.servers, at)
         places = [place for place in known_places if place != silent and not stand_ins.quiet(place)]
@@ -397,10 +400,8 @@ class ReadTransfer:
         return search
 
     def why_ended(self, indices: Sequence[int], failure: Miss) -> Miss:
-        """Return the reason of a read that ends because these chunks' satellite failed.
-
-        Stand-ins that fail leave the failure in whose place they were asked. Of the missing chunks' failures the most
-        certain counts: who was silent in time may only be late, who cannot be reached is not.
+        """Return the reason of a read that ends because these chunks' satellite failed: of all failures, also those
+        that made stand-ins necessary, the most certain.
         """
         silences = {index: search.silence for index, search in self._searches.items() if not self.arrived[index]}
         failures = {silence for silence in silences.values() if silence}
@@ -409,7 +410,7 @@ class ReadTransfer:
         return min(failures, key=lambda reason: (reason is Miss.TIMEOUT, reason is not Miss.UNREACHABLE, reason))
 
     def avoid(self, suspects: Suspects, stand_ins: StandIns) -> bool:
-        """Ask the stand-ins of silent satellites first. Return False without stand-ins."""
+        """Ask the stand-ins of suspects first; other bursts wait. Return False if a chunk has no stand-ins."""
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
             one_of_many = self.is_one_of_many(burst.indices)
@@ -425,7 +426,7 @@ class ReadTransfer:
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
-        """Return True if all places are being asked: no silent satellite then ends the read."""
+        """Return True if all possible satellites are being asked: the silence of any then does not end the read."""
         searches = (self._searches.get(index) for index in indices if not self.arrived[index])
         return all(search is not None and search.silent is not None for search in searches)
 
@@ -450,7 +451,6 @@ def landing_of(info: ValueInfo, out: memoryview | Rows) -> Landing:
 
 
 def verified(info: ValueInfo, landing: Landing) -> bool:
-    """Return True if the value's checksum, combined from its chunks, is right."""
     if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
         return info.value_crc == 0
     return native.crc32_join(landing[7], info.chunk_bytes, info.value_bytes) == info.value_crc
@@ -557,6 +557,7 @@ class ReplicatedRead(ReadTransfer):
     def redirect(
         self, indices: Sequence[int], satellite: SatelliteId, failure: Miss, stand_ins: StandIns | None = None
     ) -> bool:
+        """Read these chunks from other copies; without a live copy, from stand-ins."""
         self._failed_satellites.add(satellite)
         if super().redirect(indices, satellite, failure):
             return True
@@ -567,7 +568,6 @@ class ReplicatedRead(ReadTransfer):
         return True
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """Ask the next copy for these chunks, too, if possible."""
         bursts = self._get_bursts_to_copies(indices, satellite)
         self.pending.extend(bursts or ())
         return bool(bursts)
@@ -612,6 +612,7 @@ class ReplicatedWrite(WriteTransfer):
 
     @classmethod
     def of_copies(cls, transfer: WriteTransfer, copies: Sequence[Where], moves: Moves) -> ReplicatedWrite:
+        """Create the write of all ``copies`` (the satellites of each)."""
         chunks, servers = transfer.info.chunks, transfer.info.servers
         refs = np.concatenate([_rows(transfer.refs)] * len(copies))
         pending: list[Burst] = []
@@ -640,6 +641,7 @@ class ReplicatedWrite(WriteTransfer):
         return [index + first for index in indices if index < self.info.chunks]
 
     def waive(self, indices: Sequence[int]) -> bool:
+        """Give up these chunks. Return False if any has no other copy left."""
         chunks = self.info.chunks
         for index in indices:
             if not self.acknowledged[index]:
@@ -653,9 +655,8 @@ _MAX_SILENCE_S = WRITING_S - 1.0
 
 
 class WriteKeepalive:
-    """Announcements of writes in progress (RETAIN with WRITING): a half-written value looks like half a lost value.
-
-    A writer that paused too long cannot know what has become of its first chunks: the write has then failed.
+    """Announcements of writes in progress (RETAIN with WRITING), since a half-written value looks lost. A writer that
+    paused too long has failed: its first chunks may be gone.
     """
 
     def __init__(self) -> None:
@@ -677,7 +678,7 @@ class WriteKeepalive:
     def take_due(
         self, now_s: float, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]]
     ) -> tuple[list[int], list[tuple[SatelliteId, bytes]]]:
-        """Return writes that are too late, and RETAIN bodies for the others."""
+        """Return writes announced too late, and RETAIN bodies for the others' satellites (``places``)."""
         late = [number for number, (_, at_s) in self._writes.items() if now_s - at_s > _MAX_SILENCE_S]
         keys: dict[SatelliteId, dict[bytes, None]] = {}
         for number, (transfer, _) in self._writes.items():

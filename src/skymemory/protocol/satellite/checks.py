@@ -34,10 +34,8 @@ from skymemory.protocol.wire import (
 MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3
 MOST_QUESTIONS_OF_PROOFS = 128
-"""CHECK packets of a ``LossProofs.ask``; the first value may need more."""
 _MOST_PLACEMENTS = 32
 _MOST_CHUNKS = 0xFFFF
-"""Largest value whose loss can be proved: a CHECK names no more chunks."""
 _PLACEMENT = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _COUNT = struct.Struct(">HH")
 _CHECK = struct.Struct(">32s12sHHII")
@@ -48,7 +46,9 @@ assert _CHECK.size == KEY_BYTES + SETTING_BYTES + 12
 
 
 class Check(NamedTuple):
-    """Question about all chunks of a server (0-based) of a value."""
+    """Question to a satellite: does it hold all chunks of a value's server ``server`` (0-based)? ``setting`` identifies
+    the write of the value.
+    """
 
     key: bytes
     setting: bytes
@@ -116,7 +116,7 @@ def unpack_found(body: Buffer) -> list[CheckResult]:
 
 @dataclass(frozen=True, slots=True)
 class CheckAnswer:
-    """Results of ``place``.
+    """Results from satellite ``place``, a result for each check.
 
     ``same_moves``: it counts the same moves. ``settled``: none of this is being handed over or written there.
     """
@@ -178,7 +178,7 @@ class Checks:
             question.on_answer(CheckAnswer(question.place, question.checks, results, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Handle CHECK; free memory is offered once per packet."""
+        """Answer a CHECK: which shares are whole here, and which may be sent. Free memory is offered once."""
         room_bytes = self._store.limit_bytes - self._store.used_bytes
         results, settled = [], True
         for check in unpack_checks(packet.body):
@@ -223,10 +223,9 @@ class Replicas:
     def to_ask(
         self, key: bytes, distance: int, before: Moves | None = None
     ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
-        """Return shares of a stored key that must be whole elsewhere, with the satellites that may have them.
-
-        These are shares not whole here, and that of the server ``distance`` further in the ring. With ``before``, the
-        earlier moves, both places may have a share, and nothing needs to be here yet.
+        """Return shares of a stored key that must be whole elsewhere, with satellites that may have them: those not
+        whole here, and that of the server ``distance`` further in the ring. With ``before``, earlier moves, both places
+        may have a share, and none needs to be here yet.
         """
         share = self._store.shares.get(key)
         if not share:
@@ -254,6 +253,7 @@ class Replicas:
         return list(islice(missing, MAX_CHECKS_PER_PACKET))
 
     def get_other_places(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
+        """Return the other satellites of a server's copies, now or at the moves ``before``."""
         places: dict[SatelliteId, None] = {}
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             for replica in self._replicas:
@@ -275,6 +275,7 @@ class Replicas:
         return [check for check in checks if held_counts[check] < check.expected and (held_counts[check] or ours)]
 
     def _get_own_servers(self, packed: bytes) -> set[int]:
+        """Return the value's servers of which any copy belongs on this satellite."""
         belonging = set[int]()
         for replica in self._replicas:
             try:
@@ -303,6 +304,10 @@ OnProof = Callable[[bytes, bool, float], None]
 
 @dataclass(slots=True)
 class _Case:
+    """Value suspected lost. ``left``: for each missing chunk, the satellites that have not yet proved its absence
+    there.
+    """
+
     packed: bytes
     left: dict[int, set[SatelliteId]]
     asked_s: float
@@ -320,7 +325,9 @@ class LossProofs:
         self._checks = checks
 
     def ask(self, values: Sequence[tuple[bytes, Collection[int]]], on_proof: OnProof, now_s: float) -> None:
-        """Ask about values: packed references and missing chunks. Values beyond the limit are skipped."""
+        """Ask all satellites that may hold missing chunks of ``values`` (packed references, chunk indices). Values
+        beyond the limit are skipped.
+        """
         by_place: dict[SatelliteId, list[tuple[_Case, Check]]] = {}
         places: dict[tuple[bytes, int], set[SatelliteId]] = {}
         questions = 0
@@ -348,6 +355,8 @@ class LossProofs:
                 self._send_questions(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
     def _send_questions(self, place: SatelliteId, questions: Sequence[tuple[_Case, Check]], now_s: float) -> None:
+        """Send CHECKs to a satellite. Its answers clear found chunks, or prove that a chunk is lost."""
+
         def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for (case, check), what in zip(questions, answer.found, strict=True):
                 if check.server not in case.left:

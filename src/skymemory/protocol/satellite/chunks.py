@@ -42,12 +42,11 @@ _DESTINATION = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 8)
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
-"""SKY header through the request's number: equal for all packets of a request."""
 
 
 @dataclass(slots=True)
 class _PendingAck:
-    """Chunks of a request, acknowledged together."""
+    """Request whose chunks (indices ``taken`` and ``refused``) are acknowledged together."""
 
     header: SkyHeader
     key: bytes
@@ -58,8 +57,8 @@ class _PendingAck:
 class ChunkService:
     """Service that stores chunks and answers requests for them.
 
-    Fast paths serve *plain* packets: GETs by the own beam of stored chunks (``answer_get``), and a request's runs of
-    SETs or MIGRATEs (``store_runs``). They change nothing if they do not apply.
+    Fast paths serve *plain* packets: GETs of stored chunks by the own beam (``answer_get``), and runs of SETs or
+    MIGRATEs (``store_runs``).
     """
 
     def __init__(self, state: SatelliteState, migration: Migration, gate: SatelliteGate | None) -> None:
@@ -78,12 +77,13 @@ class ChunkService:
         self._pending_acks: dict[bytes, _PendingAck] = {}
         self._now_s = -math.inf
         self.waited_s = 0.0
-        """Wait of the current packets in ``Postponed``."""
 
     # --- Fast paths ---
 
     def answer_get(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float, busy: bool) -> bool:
-        """Answer a plain GET; otherwise, or if ``busy``, return False."""
+        """Answer a GET from this satellite's beam if all its chunks are stored. Otherwise, or if ``busy``, return
+        False.
+        """
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
@@ -103,7 +103,7 @@ class ChunkService:
         return True
 
     def store_runs(self, runs: list[native.Run], first: int, source: LinkEnd, now_s: float) -> int:
-        """Store plain SETs or MIGRATEs. Return how many runs these were."""
+        """Store SETs or MIGRATEs of a request. Return how many runs these were; 0: not plain."""
         view = runs[first][0]
         if (
             len(view) < COMMAND_PREFIX_BYTES
@@ -121,7 +121,7 @@ class ChunkService:
         return opened[3]
 
     def plain_requests(self, settled: Set[bytes], now_s: float) -> native.PlainRequests | None:
-        """Return what serves plain requests until the next call, unless answers need MACs."""
+        """Return what ``native`` needs to serve plain requests until the next call; None if answers need MACs."""
         guard = None
         if self._gate is not None:
             if self._gate.every_packet:
@@ -158,7 +158,6 @@ class ChunkService:
     # --- SET and MIGRATE ---
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
-        """Store chunks of a request, from ``native.open_runs``."""
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
@@ -183,7 +182,6 @@ class ChunkService:
         self._migration.stored(request.key, indices, ref, request.header, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """Store chunks from verified packets."""
         body_at = start + SKY_BYTES
         payload_at = body_at + CHUNK_REF_BYTES
         self._now_s = now_s
@@ -199,6 +197,7 @@ class ChunkService:
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
     def _get_pending_ack(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
+        """Return the record that collects the ACK of this packet's request."""
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
         request = self._pending_acks.get(name)
         if request is None:
@@ -208,6 +207,7 @@ class ChunkService:
         return request
 
     def _store_chunk(self, request: _PendingAck, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
+        """Store a chunk and note it for the ACK. Handed-over chunks that are deleted or outdated are dropped."""
         migrated = request.header.op is Op.MIGRATE
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return
@@ -259,7 +259,6 @@ class ChunkService:
             self._counters.add("chunks_replaced", outcome.replaced)
 
     def acknowledge(self, now_s: float) -> None:
-        """Send ACKs for what was stored or refused."""
         if not self._pending_acks:
             return
         for request in self._pending_acks.values():

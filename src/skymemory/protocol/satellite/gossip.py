@@ -1,7 +1,7 @@
 """Handler of NOTICE, eviction gossip: a satellite that evicts part of a block notifies the satellites of its box.
 
-A NOTICE is flooded within a rectangle of satellites; outside, it is forwarded towards the centre. Several satellites
-evict a block at once, so notices wait a moment, and a heard key is not announced again. Ground hosts get GONE.
+A NOTICE is flooded within a rectangle of satellites; outside, it is forwarded towards the centre. Ground hosts get
+GONE. Notices wait a moment, since several satellites evict a block at once.
 
 1. ``gather`` records evictions; the notice is due ``notice_hold_s`` later.
 2. ``handle_timer`` decides which values are dead. A chunk evicted where it belongs is lost; elsewhere, or with copies,
@@ -28,10 +28,8 @@ from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, P
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _GROUND_NOTIFIED = 0x01
 _OLDEST_NOTICE_S = 1.0
-"""Greatest age of a notice; what is being written is younger."""
 _REMEMBERED_NOTICES = 4096
 _MOST_GROUND_HOSTS = 8
-"""Ground hosts, those heard last, that get GONE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Body of NOTICE, which may cross ``hops`` more links."""
+    """Body of a NOTICE: values ``dead`` because a chunk was evicted, announced in ``region``; it may cross ``hops``
+    more links.
+    """
 
     origin: Address
     number: int
@@ -96,13 +96,11 @@ class Gossip:
         self._evicted: dict[bytes, bytes] = {} if state.store.evicted is None else state.store.evicted
         self._due_s = math.inf
         self._notice_number = microseconds(now_s) // 1000 & 0xFFFFFFFF
-        """Number of the last notice, not to be repeated after a restart."""
         self._seen_notices: OrderedDict[tuple[Address, int], None] = OrderedDict()
 
     # --- Evictions of this satellite ---
 
     def gather(self, now_s: float) -> None:
-        """Call this when chunks may have been evicted."""
         if self._evicted and self._due_s == math.inf:
             self._due_s = now_s + self._config.notice_hold_s
 
@@ -119,7 +117,8 @@ class Gossip:
         if self._replicas is None:
             at_home = [ref for ref in refs if self._locator.home(ref) == self._here]
             self._announce(at_home, now_s)
-            away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in at_home]
+            here = set(at_home)
+            away = [(ref, (ChunkRef.unpack(ref).index,)) for ref in refs if ref not in here]
             self._proofs.ask(away, self._on_proof, now_s)
         else:
             self._ask_about_copies(self._replicas, refs, now_s)
@@ -166,6 +165,7 @@ class Gossip:
             doubtful.clear()
 
     def _announce(self, refs: Sequence[bytes], now_s: float) -> None:
+        """Drop these values' remaining chunks, and notify the satellites that may hold others."""
         by_region: dict[Region, list[Dead]] = {}
         for ref in refs:
             by_region.setdefault(self._get_region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
@@ -186,6 +186,7 @@ class Gossip:
         self._forward(notice, None, now_s)
 
     def _get_region(self, ref: bytes) -> Region:
+        """Return the rectangle of satellites on which the value's chunks may be."""
         tag = ref[TAG_OFFSET:]
         servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
         set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
@@ -223,6 +224,7 @@ class Gossip:
         self._forward(replace(notice, ground_notified=notified), source, now_s)
 
     def _forward(self, notice: Notice, source: SatelliteId | None, now_s: float) -> None:
+        """Send a notice on within its region or, from outside, towards its centre; never back to ``source``."""
         if not notice.hops:
             return
         torus, region = self._sky.torus, notice.region
@@ -245,9 +247,7 @@ class Gossip:
     # --- Dropping dead values: also for ``Sweep`` ---
 
     def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
-        """Drop the chunks of values of which others are lost, except keys that may have been stored again since. Return
-        the dropped values.
-        """
+        """Drop chunks of dead values, unless their key may have been stored again. Return the dropped values."""
         since_s = now_s - _OLDEST_NOTICE_S
         dead = [value for value in dead if not self._history.was_written_since(value[0], since_s)]
         self._counters.add("chunks_purged", self._store.remove_values(dead))

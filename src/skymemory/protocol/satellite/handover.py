@@ -1,18 +1,17 @@
 """Plan of a satellite's handover: copy, switch, delete.
 
-After a move of the box, chunks that belong elsewhere are sent there. The local copy stays for a grace period, for
-readers who still look here. There is no coordinator: all follows from the clock. A leaving chunk is
+After a move of the box, chunks that belong elsewhere are sent there; the local copy stays for a grace period, for
+readers who still look here. All follows from the clock. A leaving chunk is
 
 1. *queued*, in bursts of a key and destination (``plan``, ``enqueue``);
 2. *in flight*, retransmitted after a timeout (``bursts_to_send``);
 3. *copied*: acknowledged, to be deleted after the grace period (``acknowledged``, ``to_delete``).
 
 A *stray* belongs elsewhere in none of these states: its writer missed the last move, its sender's clock is ahead, or
-its destination refused it. It is examined again only when due, so that satellites that disagree about the moves do not
-send it to and fro. A chunk that leaves *as another copy* is only copied.
+its destination refused it. It is examined again only when due, or satellites that disagree would send it to and fro. A
+chunk that leaves *as another copy* is only copied.
 
-A handover is background traffic: late answers reduce the bursts in flight (LEDBAT, RFC 6817), and silence halves them;
-a single lost burst is no sign of congestion.
+As background traffic, bursts in flight become fewer when answers are late (LEDBAT, RFC 6817) or missing.
 """
 
 from __future__ import annotations
@@ -32,34 +31,25 @@ AsCopy = tuple[bytes, int, int]
 """Key, 0-based index and replica as which a chunk leaves."""
 Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
-"""Chunks of a MIGRATE request: as many as a segmentation-offload send carries."""
 SPREAD_S = 0.2
-"""Seconds after a move by which the last burst should leave, to arrive in time (``clock.HANDED_OVER_S``)."""
+"""Seconds after a move by which the last burst should leave."""
 SPREAD_SHARE = 0.8
-"""Share of the time between moves for sending."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
 _MOST_RETRY_S = 160.0
-"""First and longest back-off from a full or silent satellite."""
 _DELETED_TOGETHER_S = 0.05
-"""Seconds within which deletions are joined."""
 _SLOW = 2.0
 _MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5
-"""Queueing delay above which fewer bursts are in flight."""
 _MOST_DECREASE = 16.0
-"""Greatest decrease of the window, relative to its increase."""
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
 _REMEMBERED_RETRIES = 1 << 16
 _MOST_GAP_S = 0.010
 _GROUP_S = 0.008
 _MOST_GROUPED = 4
-"""Bursts that leave together at most every ``_GROUP_S``: sent singly, they cost every satellite on their path nearly
-twice the processor time.
-"""
 _ROUNDING = 1e-9
 _GOLDEN = 0.6180339887498949
 
@@ -83,7 +73,6 @@ class MigrateBurst:
 
 
 MOST_REQUEST_ID = 0x3FFFFFFF
-"""Greatest id of a burst; an UNREACHABLE with a higher id ends none."""
 
 
 class ChunkHandover:
@@ -134,10 +123,10 @@ class ChunkHandover:
 
     @property
     def at_rest(self) -> bool:
-        """Return True if ``idle`` and nothing awaits deletion."""
         return self.idle and not self._deletion_s
 
     def is_settled(self, key: bytes, indices: Iterable[int]) -> bool:
+        """Return True if none of these chunks is leaving, or awaits deletion after it left."""
         if self.at_rest:
             return True
         if (
@@ -154,7 +143,7 @@ class ChunkHandover:
     # --- Plan and queue ---
 
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], own: SatelliteId) -> list[AsCopy]:
-        """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
+        """Replace the plan: queue every chunk that ``where`` (by packed tag) puts elsewhere.
 
         Return chunks that were to leave as another copy, whose new destination is not known here.
         """
@@ -190,7 +179,6 @@ class ChunkHandover:
         return leaving_as_others
 
     def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the queue's pace until the box moves again."""
         self._pacer.spread(len(self._bursts_to_leave), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
@@ -245,6 +233,7 @@ class ChunkHandover:
             heapq.heappush(self._stray_times, (due_s, name))
 
     def strays_due(self, now_s: float) -> list[Leaving]:
+        """Remove and return the strays to be examined again now."""
         if self._retry_waits:
             self.retry_unanswered(now_s)
         due_strays = []
@@ -312,7 +301,6 @@ class ChunkHandover:
         return to_send
 
     def _burst_timeout_s(self) -> float:
-        """Return a burst's timeout: longer if answers were late, or retransmissions keep busy hosts busy."""
         return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
 
     def _get_next_burst_s(self) -> float:
@@ -349,6 +337,7 @@ class ChunkHandover:
         return len(acknowledged)
 
     def _adjust_window(self, destination: SatelliteId, round_trip_s: float) -> None:
+        """Adapt the number of bursts in flight to the queueing delay: the round trip beyond the shortest."""
         if len(self._shortest_round_trip_s) > _REMEMBERED_TRIPS:
             self._shortest_round_trip_s.clear()
         shortest_s = min(self._shortest_round_trip_s.get(destination, math.inf), round_trip_s)
@@ -407,6 +396,7 @@ class ChunkHandover:
         return expired
 
     def _get_leaving_as_copies(self) -> set[AsCopy]:
+        """Return chunks yet to leave as another copy than the stored copy."""
         if not self._may_leave_as_copies:
             return set()
         in_flight = [name for burst in self._in_flight.values() for name in burst.names]
@@ -434,24 +424,20 @@ class ChunkHandover:
 
 
 def phase_of(satellite: SatelliteId) -> float:
-    """Return a satellite's position in its gap, 0 … 1: multiples of the golden ratio keep a row or column apart."""
+    """Return a satellite's position in its gap, 0 … 1, which differs along a row or column."""
     return (satellite.plane * _GOLDEN + satellite.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
 class Pacer:
-    """Departure times of bursts, evenly spread.
-
-    All satellites see the box move at once; if they sent at once, a reader would wait for everything. So bursts are
-    spread until readers look in the new place, and until the box moves on: at most ``t / step_s + 2`` groups in any
-    ``t`` seconds. ``usual_gap_s``, which links and cores can bear, shrinks only if time is short; 0: no pacing.
+    """Departure times of bursts, evenly spread, so that readers need not wait for all: at most ``t / step_s + 2``
+    groups in any ``t`` seconds. ``usual_gap_s``, which links and cores can bear, shrinks only if time is short; 0: no
+    pacing.
     """
 
     def __init__(self, usual_gap_s: float = 0.0, phase: float = 0.0) -> None:
         self.next_s = 0.0
         self.gap_s = usual_gap_s
-        """Seconds per burst, on average."""
         self.group = 1
-        """Bursts that leave together."""
         self._left_in_group = 1
         self.step_s = usual_gap_s
         self._usual_gap_s = usual_gap_s
@@ -472,6 +458,7 @@ class Pacer:
         self.next_s = now_s + self._phase * self.step_s
 
     def sent(self, now_s: float) -> None:
+        """Record a departure: after each group, ``next_s`` advances by a step."""
         if not self.gap_s:
             return
         self._left_in_group -= 1

@@ -2,10 +2,7 @@
 
 A neighbour is probed only when a packet is sent to it after a silence. After ``_TRIES`` unanswered probes, the link is
 declared down, and probed at intervals. A starting satellite greets its neighbours, which answer with all they know:
-dead links, and operators' moves.
-
-A silence counts only while the own host is on time, and longer for a neighbour that reports lateness. A new declaration
-is flooded at once; further declarations leave together.
+dead links, and operators' moves. Timeouts are longer while either host is late.
 """
 
 from __future__ import annotations
@@ -26,16 +23,14 @@ from skymemory.protocol.wire import Address, Packet, microseconds
 _FRESH_S = 0.2
 _TRIES = 4
 _MOST_AHEAD_S = 60.0
-"""Limit for times ahead."""
 _REPORTED_LATE_S = 2.0
 _MOST_LATE_S = 1.0
-"""Greatest prolongation of a timeout by lateness."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
 
 
 class _Neighbour:
-    """End of a link or, on a ring of two, of two links."""
+    """Liveness of a neighbour. ``bits``: its link in a declaration, or two links on a ring of two."""
 
     __slots__ = ("bits", "deadline_s", "down", "heard_s", "late_s", "late_until_s", "our_late_s", "retry_s", "tries")
 
@@ -57,7 +52,6 @@ class Neighbours:
     def __init__(self, state: SatelliteState) -> None:
         self.links = state.links
         self.pushed_at_ms = 0
-        """Unix time of the operators' last known move."""
         self._here = state.here
         self._torus = state.sky.torus
         self._timeout_s = state.config.neighbour_timeout_s
@@ -66,7 +60,6 @@ class Neighbours:
         self._lateness = state.lateness
         self._flood_throttle = Throttle()
         self._origins_to_flood: dict[SatelliteId, SatelliteId | None] = {}
-        """Origins to flood, with the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
         for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
             if neighbour != self._here:
@@ -98,7 +91,7 @@ class Neighbours:
             self._probe(link, neighbour, now_s)  # type: ignore[arg-type]
 
     def greet(self, now_s: float) -> None:
-        """Ask all neighbours for what they know. Silence has no consequence."""
+        """Ask all neighbours for what they know."""
         for neighbour in self._neighbours:
             self._outbox.send_links(neighbour, self._pack_body(now_s, answer_me=True), now_s)
 
@@ -120,6 +113,7 @@ class Neighbours:
         return bad, self._locator.pushed != before
 
     def _receive_body(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
+        """Learn a neighbour's declarations and operator's moves, and flood what is new."""
         new_declarations = []
         if body.late_s and (neighbour := self._neighbours.get(source)) is not None:
             neighbour.late_s, neighbour.late_until_s = body.late_s, now_s + _REPORTED_LATE_S
@@ -169,6 +163,7 @@ class Neighbours:
         return soonest_s
 
     def handle_timer(self, now_s: float) -> None:
+        """Probe overdue neighbours again or declare their links down, and flood and expire declarations."""
         lost = False
         late_s = self._lateness.at(now_s)
         for name, neighbour in self._neighbours.items():
@@ -203,6 +198,7 @@ class Neighbours:
     # --- Messages ---
 
     def _probe(self, name: SatelliteId, neighbour: _Neighbour, now_s: float) -> None:
+        """Send LINKS that ask for an answer, with a timeout that allows for lateness."""
         neighbour.tries += 1
         neighbour.our_late_s = min(self._lateness.at(now_s), _MOST_LATE_S)
         if neighbour.down:

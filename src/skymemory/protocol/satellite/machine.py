@@ -59,8 +59,6 @@ Timer = tuple[Callable[[], float], Callable[[float], None]]
 
 
 class SatelliteMachine:
-    """Satellite: chunk memory, forwarding, answers, handover."""
-
     def __init__(
         self,
         config: SatelliteConfig,
@@ -79,7 +77,6 @@ class SatelliteMachine:
         self.store = state.store
         self.handover = state.handover
         self.backlog_bytes = 0
-        """Unsent bytes, set by the transport."""
         self._address, self._locator, self._router = state.address, state.locator, state.router
         self._outbox, self._postponed = state.outbox, state.postponed
         self._transport_figures = transport_figures
@@ -162,7 +159,6 @@ class SatelliteMachine:
     # --- Packets ---
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Receive packets of ``segment_bytes`` each (the last may be shorter) from a link."""
         self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
 
     def receive_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
@@ -198,6 +194,9 @@ class SatelliteMachine:
             at += stored or 1
 
     def _receive_run(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
+        """Answer a plain GET at once; otherwise process a run whole, or by packet if its packets are of several
+        requests.
+        """
         count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 1
         self.counters.add("packets_received", count)
         if segment_bytes < COMMAND_PREFIX_BYTES:
@@ -213,6 +212,7 @@ class SatelliteMachine:
                 self._receive_segments(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive_segments(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
+        """Forward packets in transit, and handle intact packets for this satellite; all are of a single request."""
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -294,7 +294,7 @@ class SatelliteMachine:
 
     def plain_requests(self, now_s: float) -> native.PlainRequests | None:
         """Return what serves plain GETs and SETs until the next call, if possible. Report its work with
-        ``record_served`` and, for ``routes``, ``record_passed``.
+        ``record_served``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
@@ -323,8 +323,8 @@ class SatelliteMachine:
         self.counters.add("packets_forwarded", packets)
 
     def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
-        """Return a local satellite's answers with hops counted, and their next link. None: they must come as
-        packets.
+        """Forward a local satellite's answers unparsed: return them, hops counted, and their next link. None: they must
+        come as packets.
         """
         destination = destination_of(batch.headers)
         if destination == self._address or self.routes(now_s) is None:

@@ -24,7 +24,6 @@ from skymemory.protocol.satellite.overload import MOST_AGE_S
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET, ChunkRef
 
 ChunkName = tuple[bytes, int]
-"""Key and 0-based index."""
 Chunk = tuple[bytes, bytes]
 Share = dict[int, Chunk]
 Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
@@ -34,7 +33,6 @@ command.
 CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
 
 _VERSION = slice(48, 56)
-"""Length and CRC of the whole value, which distinguish a key's values."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
 _MOVES = struct.Struct(">ii")
@@ -70,9 +68,7 @@ class ChunkStore:
         self.pins: dict[bytes, float] = {}
         self.pinned_bytes = 0
         self.pin_limit_bytes = int(limit_bytes * pin_share)
-        """Limit of all pins: a key that grows beyond it loses its pin."""
         self.leases: dict[bytes, dict[int, float]] = {}
-        """Ends of the leases, by ground host."""
         self.leased_bytes = 0
         self.expiries: dict[bytes, float] = {}
         self.evicted: dict[bytes, bytes] | None = {} if record_evicted else None
@@ -90,8 +86,8 @@ class ChunkStore:
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
         """Store a chunk; evict others as needed.
 
-        It is refused, and nothing changes, if it and its value's other chunks for here do not fit beside what is pinned
-        and leased: half a value is worth nothing. A stored chunk is replaced, so every operation is idempotent.
+        It is refused, and nothing changes, if it and its value's other chunks for here do not fit beside pinned and
+        leased keys: half a value is worth nothing. A stored chunk is replaced, so every operation is idempotent.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
@@ -215,13 +211,11 @@ class ChunkStore:
             self._replacement.on_use(key)
 
     def refresh(self, key: bytes) -> bool:
-        """Make a key, if here, the most recent without a request."""
         if key in self.shares:
             self._update_rank(key)
         return key in self.shares
 
     def peek(self, name: ChunkName) -> StoredChunk | None:
-        """Return the chunk without effect on the order of eviction."""
         share = self.shares.get(name[0])
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
@@ -290,7 +284,6 @@ class ChunkStore:
         return [*self._replacement.order(), *sorted(self.pins)]
 
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
-        """Yield all chunks, the next to be evicted first."""
         for key in self.order():
             share = self.shares[key]
             for index in sorted(share, reverse=True):
@@ -309,7 +302,6 @@ class ChunkStore:
         self.pins[key] = until_s
 
     def unpin(self, key: bytes) -> None:
-        """Allow eviction again, with a new key's rank."""
         if key in self.pins:
             del self.pins[key]
             self.pinned_bytes -= self.share_bytes(key)
@@ -329,7 +321,6 @@ class ChunkStore:
             self.end_lease(key)
 
     def end_lease(self, key: bytes) -> None:
-        """Allow eviction again, with the current rank."""
         if self.leases.pop(key, None) is not None:
             self.leased_bytes -= self.share_bytes(key)
             self._replacement.free(key)
@@ -351,6 +342,7 @@ class ChunkStore:
             self.leased_bytes += size_bytes
 
     def _record_stored(self, key: bytes, size_bytes: int) -> None:
+        """Account for added bytes. A key whose growth exceeds the limit of pins loses its pin."""
         self._add_bytes(key, size_bytes)
         if len(self.shares) > len(self._ordered):  # otherwise no key is new: that needs no search
             self._ordered.add(key)
@@ -366,6 +358,7 @@ class ChunkStore:
 
 
 def _get_missing_bytes(ref: ChunkRef, stored_indices: Collection[int]) -> int:
+    """Return the memory for chunks of the same server and value as ``ref`` that are yet to be stored."""
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
     missing = len(part) - sum(at in part for at in stored_indices) - 1
@@ -436,7 +429,6 @@ def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
 
 
 _DELETED_S = 1.0
-"""Seconds for which a deleted key is not taken over: a client's time to delete it everywhere."""
 _REMEMBERED_DELETIONS = 1 << 14
 _REMEMBERED_SETS = 1 << 16
 _REMEMBERED_DEAD = 4096
@@ -450,11 +442,11 @@ class KeyHistory:
         """End of each key's ban from takeover, and its setting (empty: all)."""
         self._written_s: OrderedDict[bytes, float] = OrderedDict()
         self._complete_since_s = -math.inf
-        """Time since which ``_written_s`` is complete."""
         self.dead: OrderedDict[bytes, bytes] = OrderedDict()
         """Settings last dropped as dead, of which copies are refused."""
 
     def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
+        """Refuse handed-over chunks of deleted keys or settings for a second: senders may not know of the deletion."""
         while self._banned_until and next(iter(self._banned_until.values()))[0] <= now_s - MOST_AGE_S:
             self._banned_until.popitem(last=False)
         for key, setting in deleted:
@@ -485,15 +477,13 @@ class KeyHistory:
             self._complete_since_s = self._written_s.popitem(last=False)[1]
 
     def was_written_since(self, key: bytes, since_s: float) -> bool:
-        """Return True if the key may have been written since then."""
         return since_s <= self._complete_since_s or self._written_s.get(key, -math.inf) >= since_s
 
     def is_being_written(self, key: bytes, now_s: float) -> bool:
-        """Return True if a missing chunk may still arrive."""
         return self.was_written_since(key, now_s - WRITING_S)
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
-        """Return True if a handed-over chunk's key or setting was just deleted. Drop it: a late sender repeats it."""
+        """Return True if a handed-over chunk's key or setting was just deleted: it must be dropped."""
         until_s, setting = self._banned_until.get(ref[:KEY_BYTES], (came_s, b""))
         return until_s > came_s and setting in (b"", setting_of(ref))
 
@@ -552,12 +542,12 @@ class OrderedKeys:
 
 
 class Ledger:
-    """Account of a satellite's bytes (payloads, and references of 72 bytes), as monotonic counters. At any moment
+    """Account of a satellite's bytes (payloads and references), as monotonic counters. At any moment
 
         set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
 
-    Both sides are gross: storing a chunk again adds to set (or migrated in) and to replaced. A handed-over chunk counts
-    at both ends until the old copy is deleted. Lost is what a satellite held when it died and came back.
+    Storing a chunk again adds to set (or migrated in) and to replaced. A handed-over chunk counts at both ends until
+    the old copy is deleted. Lost is what a satellite held when it died and came back.
     """
 
     def __init__(self) -> None:

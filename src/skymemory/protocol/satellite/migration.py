@@ -1,7 +1,6 @@
-"""Handler of handovers: turns the plan of ``Handover`` into MIGRATE packets, and the ACKs into deletions.
+"""Handler of handovers: turns the plan of ``ChunkHandover`` into MIGRATE packets, and the ACKs into deletions.
 
-Two copies of a chunk may meet if the box has moved far at once. The satellite keeps the copy that belongs here and
-sends the other on, from the same bytes.
+If two copies of a chunk meet, the satellite keeps the copy that belongs here and sends the other on.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from skymemory.protocol.wire import REPLICA_OFFSET, Op, Packet, SkyHeader, Statu
 
 
 class Migration:
-    """Execution of the plan of ``Handover``."""
-
     def __init__(self, state: SatelliteState, sweep: Sweep, retention: Retention) -> None:
         self._here = state.here
         self._store = state.store
@@ -72,7 +69,6 @@ class Migration:
 
     @property
     def _next_plan_s(self) -> float:
-        """Return the time of the next plan: pushes, which may be forged, are throttled."""
         return self._plan_throttle.open_s if self._urgent else 0.0
 
     def next_timer_s(self) -> float:
@@ -81,6 +77,7 @@ class Migration:
         return min(soonest_s, self._next_plan_s) if self._handover.moved else soonest_s
 
     def send_due(self, now_s: float) -> None:
+        """Plan the handover if the box has moved, queue strays that belong elsewhere, and send bursts that are due."""
         if self._handover.moved and now_s >= self._next_plan_s:
             self._plan_handover(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
@@ -107,6 +104,9 @@ class Migration:
         self._handover.spread(now_s, self._locator.interval_s(now_s), urgent)
 
     def _send_as_copy(self, name: ChunkName, replica: int) -> None:
+        """Let a chunk leave as copy ``replica``; if that copy belongs here, keep it as such and let the stored copy
+        leave.
+        """
         chunk = self._store.peek(name)
         if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
             return
@@ -145,7 +145,6 @@ class Migration:
     # --- Answers ---
 
     def acknowledged(self, packet: Packet, now_s: float) -> None:
-        """Handle ACK: chunks were taken or refused."""
         satellite = SatelliteId(packet.header.source.plane, packet.header.source.slot)
         if not self._handover.awaits(packet.header.request_id, satellite):
             return

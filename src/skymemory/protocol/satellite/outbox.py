@@ -73,7 +73,6 @@ class Outbox:
         return outgoing
 
     def take_links(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return LINKS, which cause no probe of their neighbour."""
         links, self._outgoing_links = self._outgoing_links, []
         return links
 
@@ -101,7 +100,7 @@ class Outbox:
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
     ) -> tuple[bytes, SegmentBatch] | None:
-        """Return key and DATA packets for a GET, if all its chunks are in ``shares``; nothing is queued."""
+        """Return key and DATA packets for a GET, if all its chunks are in ``shares``; the caller sends them."""
         answer = native.answer_get(get, shares, self.terms(now_s))
         if answer is None:
             return None
@@ -111,7 +110,7 @@ class Outbox:
         return key, self._sign(batch, now_s)
 
     def terms(self, now_s: float) -> native.AnswerTerms:
-        """Return the header fields common to all answers."""
+        """Return the header fields common to all answers: moves, credit, time and sequence count."""
         return *self._locator.moves, self._credit_units(), *telemetry_time(now_s), self._sequence
 
     def sent(self, packets: int) -> None:
@@ -125,7 +124,6 @@ class Outbox:
             self._outgoing.append((self._sign(single(packet), now_s), link))
 
     def unsupported(self, command: memoryview, now_s: float) -> None:
-        """Answer an unknown command with what this release supports."""
         op_at = COMMAND_BYTES + 1
         op, known = command[op_at], bytearray(command[: COMMAND_BYTES + SKY_BYTES])
         known[op_at] = Op.PING  # any known operation, so that the header can be parsed

@@ -15,14 +15,11 @@ from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start
 
 LATE_S = 0.05
 _PERSISTS_S = 0.25
-"""Seconds without an event on time after which background work yields."""
 _FADES_S = 0.5
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""Age at which packets are dropped: their sender repeats them."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
-"""Background only between satellites: a ground host waits."""
 
 
 class Lateness:
@@ -35,7 +32,6 @@ class Lateness:
         self._longest_wait_s = 0.0
         self._longest_wait_at_s = -math.inf
         self._on_time_s = math.inf
-        """Last time that an event was on time; infinity: none has been late."""
 
     def measured(self, late_s: float, now_s: float) -> None:
         """Record an event's delay. Call this for events on time, too."""
@@ -60,8 +56,7 @@ class Lateness:
 class Postponed:
     """Bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
 
-    No read waits for them, and their sender repeats them: handovers, checks, gossip, also in transit. Late LINKS would
-    make live satellites look dead.
+    Their senders repeat them: handovers, checks, gossip, also in transit.
     """
 
     def __init__(self) -> None:
@@ -73,6 +68,7 @@ class Postponed:
         return bool(self._queue)
 
     def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
+        """Return foreground packets; background packets are queued."""
         foreground = []
         for view, size in runs:
             for part, part_size in _split_by_journey(view, size):
@@ -95,7 +91,6 @@ class Postponed:
         self.dropped += -(-len(view) // size)
 
     def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
-        """Return the oldest packets still valid, and their arrival."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
             self._drop_oldest()
         if not self._queue:

@@ -25,15 +25,13 @@ _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25
 _MOST_ATTEMPTS = 8
 _LEASE_SHARE = 0.25
-"""Share of the memory that may be leased."""
 _LONGEST_LEASE_S = 60.0
 _MOST_HOLDERS = 64
-"""Leases per key: no further host needs its own."""
 
 
 @dataclass(slots=True)
 class _RetainTransfer:
-    """RETAIN that follows chunks, repeated until acknowledged."""
+    """RETAIN that follows chunks to satellite ``there``, repeated until acknowledged."""
 
     there: SatelliteId
     body: bytes
@@ -42,8 +40,6 @@ class _RetainTransfer:
 
 
 class Retention:
-    """Pins, leases and expiries of the satellite's memory."""
-
     def __init__(self, state: SatelliteState) -> None:
         self._store = state.store
         self._history = state.history
@@ -52,7 +48,6 @@ class Retention:
         self._lease_limit_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
         self._transfers: dict[int, _RetainTransfer] = {}
-        """Transfers by request id, in the order of ``due_s``."""
         self._awaited_acks: set[tuple[SatelliteId, bytes]] = set()
         self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
 
@@ -76,6 +71,7 @@ class Retention:
         self._outbox.reply(packet.header, Op.RETAINED, pack_retained(outcomes), now_s)
 
     def _lease_key(self, key: bytes, ground: int, until_s: float, now_s: float) -> None:
+        """Lease a key to a ground host, within limits; a pinned key needs no lease."""
         if until_s <= now_s or key in self._store.pins:
             return
         holders = self._store.leases.get(key)
@@ -103,6 +99,7 @@ class Retention:
         return Kept.DONE
 
     def _set_expiry(self, key: bytes, until_s: float, now_s: float) -> Kept:
+        """Delete a key at ``until_s``, at once if past; 0 cancels its expiry."""
         expiries = self._store.expiries
         if not until_s:
             expiries.pop(key, None)
@@ -145,6 +142,7 @@ class Retention:
     # --- Pins, leases and expiries follow the chunks ---
 
     def handed_over(self, target: SatelliteId, key: bytes, now_s: float) -> None:
+        """Send a handed-over key's pin, expiry and lease to its new satellite."""
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:

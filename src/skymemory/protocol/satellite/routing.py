@@ -59,6 +59,7 @@ class Router:
         return list(islice(reversed(self._ground_links), most))
 
     def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
+        """Return the link by which a packet leaves this satellite, if any."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             return self._get_beam(destination, packet)
@@ -84,6 +85,9 @@ class Router:
         return Status.HOP_LIMIT if packets is None else (SegmentBatch(packets, segment_bytes), onward)
 
     def _get_next_hop(self, target: SatelliteId, came_axis: Axis | None = None) -> SatelliteId | None:
+        """Return the neighbour on the way to ``target``, cached; ``came_axis``: axis of the link by which the packet
+        arrived.
+        """
         next_hops, _ = self.known()
         key = target.plane << 12 | target.slot | _ARRIVAL_BITS[came_axis]
         onward = next_hops.get(key)
@@ -108,12 +112,9 @@ class Router:
 # declares counts as up.
 
 LIFETIME_S = 200.0
-"""Lifetime of a declaration that is not repeated."""
 REFRESH_S = 60.0
 MAX_DECLARATIONS = 360
-"""Limit that keeps a packet no larger than a chunk's."""
 _MOST_AHEAD_MS = 60_000
-"""Limit for times ahead: no later declaration would ever be newer."""
 
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
@@ -123,7 +124,7 @@ _FourNeighbours = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
 
 
 class Declaration(NamedTuple):
-    """Dead links of ``origin``, as bits in the order of ``Torus.neighbours``, at Unix time."""
+    """Dead links of ``origin``, as bits in the order of ``Torus.neighbours``, and when it declared them, in Unix ms."""
 
     origin: SatelliteId
     down: int
@@ -191,10 +192,8 @@ _grid_of = lru_cache(maxsize=16)(_Grid)
 
 
 class LinkState:
-    """Known state of a torus's links.
-
-    Routes are a shortest-path tree, regrown as a ``Throttle`` allows; until then the old tree serves, but never over a
-    link that is down here.
+    """Known state of a torus's links. Routes are shortest-path trees, regrown as a ``Throttle`` allows, but never lead
+    over a link that is down here.
     """
 
     def __init__(self, torus: Torus) -> None:
@@ -235,7 +234,7 @@ class LinkState:
     def learn(self, declaration: Declaration, now_s: float, at_once: bool = False) -> bool:
         """Take a declaration. Return False if it is foreign, known, too old, or from the future.
 
-        ``at_once``: routes from here must respect it now.
+        ``at_once``: routes from here respect it now, not when the throttle next permits.
         """
         if declaration.origin not in self._torus or declaration.made_ms <= self.made_ms(declaration.origin):
             return False
@@ -295,7 +294,9 @@ class LinkState:
         return [four[bit] for bit in range(4) if links >> bit & 1 and (satellite, four[bit]) not in self._down_links]
 
     def _grow_tree(self, root: SatelliteId) -> dict[SatelliteId, int]:
-        """Search breadth-first: every link to a nearer neighbour counts."""
+        """Return, for each reachable satellite, bits of the links from ``root`` that begin a shortest path (breadth
+        first).
+        """
         self.trees_grown += 1
         tree, edge = {root: 0}, [root]
         down, neighbours = self._down_links, self._neighbours
@@ -319,6 +320,7 @@ class LinkState:
         return self._growth_throttle.open_s if self._are_trees_stale else math.inf
 
     def discard_trees(self, now_s: float) -> None:
+        """Let routes follow the last changes of links: trees are grown again when needed."""
         if self._are_trees_stale:
             self._are_trees_stale = False
             self._growth_throttle.done(now_s)

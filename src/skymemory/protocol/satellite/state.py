@@ -30,8 +30,8 @@ EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
 
 @dataclass(frozen=True, slots=True)
 class EvictionConfig:
-    """Treatment of dead blocks, pins and copies. ``confirm_s``, from a suspicion to its proof, must exceed a
-    handover.
+    """Treatment of dead blocks (by policy), pins and copies. ``confirm_s``, from a suspicion to its proof, must exceed
+    a handover; ``pin_share`` is the share of memory for pins.
     """
 
     gossip: bool = False

@@ -1,15 +1,13 @@
 """Periodic checks of the stored keys: incomplete blocks are dropped, lost copies are made again.
 
 ``Sweep`` counts the own share of each key and asks another server (HAS): the next in the ring of the key's servers, at
-later sweeps the second, fourth … So all S servers learn of a hole in about log2 S sweeps. A handover is checked
-likewise.
+later sweeps the second, fourth … So all S servers learn of a hole in about log2 S sweeps.
 
 1. A share that is not whole makes its key *suspect*: it may be on its way or being written.
 2. After ``confirm_s`` without a move, the satellite tries to prove that a chunk is lost (``LossProofs``).
 3. If it is, the rest of the block is dropped; after ``_MOST_ATTEMPTS`` attempts, the suspicion ends.
 
-With copies, all places of a share are asked (CHECK), and any whole copy prevents a suspicion. ``ReplicaRepair`` sends
-whole shares to the place of the next copy, if it lacks them and has room.
+With copies, all places of a share are asked (CHECK), and any whole copy prevents a suspicion.
 """
 
 from __future__ import annotations
@@ -41,11 +39,9 @@ from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op, Packet
 
 MOST_QUESTIONS = 8
-"""HAS packets of a sweep or handover."""
 MOST_BYTES = 16 << 20
 _SWEEP_PAGES = 8
 _REPAIR_PAGES = 8
-"""Packets of a sweep; the next sweep continues."""
 _MOST_ATTEMPTS = 4
 _MOST_HELD_BACK = 1 << 14
 _DISTANCES = (1, 2, 4, 8)
@@ -54,6 +50,8 @@ _FOUND = 1 << 30
 
 @dataclass(slots=True)
 class _Question:
+    """HAS in flight: its keys, the chunks expected of each, and the server asked about."""
+
     keys: list[bytes]
     expected: list[int]
     servers: dict[bytes, int]
@@ -64,6 +62,8 @@ class _Question:
 
 @dataclass(slots=True)
 class _Suspect:
+    """Suspicion that a key lacks chunks of ``server``; ``nothing``: no chunk of them was found."""
+
     server: int
     due_s: float
     moves: Moves
@@ -93,7 +93,6 @@ class Sweep:
         self._last_swept_key = b""
         self._swept_moves = state.locator.moves
         self._held_back: dict[Dead, Moves] = {}
-        """Settings held back, with the moves at that time; oldest first."""
 
     # --- The periodic sweep ---
 
@@ -148,6 +147,7 @@ class Sweep:
         return bool(self._questions) or self._checks.asking
 
     def hold_back(self, burst: MigrateBurst, now_s: float) -> None:
+        """Delay a burst of a suspected key: what is probably dead need not follow the box."""
         if not self._suspects or not burst.names:
             return
         key = burst.names[0][0]
@@ -159,9 +159,8 @@ class Sweep:
             self._handover.forget(burst, waiting)
 
     def _may_hold_back(self, suspected: Dead) -> bool:
-        """Return True if a setting may be held back, at the same moves only.
-
-        It arrives late, so it looks dead at the next move; held back again, it would never follow the box.
+        """Return True if a setting may be held back: only while the moves are the same, since held back at each move,
+        it would never follow the box.
         """
         moves = self._held_back.setdefault(suspected, self._locator.moves)
         while len(self._held_back) > _MOST_HELD_BACK:
@@ -220,6 +219,7 @@ class Sweep:
     def _check_keys_with_copies(
         self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
+        """Do as ``_check_keys`` with CHECKs to the satellites of all copies; a whole copy anywhere ends a suspicion."""
         by_place: dict[SatelliteId, list[Check]] = {}
         places_left: dict[tuple[bytes, int], int] = {}
         question_count, unasked = 0, list[bytes]()
@@ -325,7 +325,7 @@ class Sweep:
             self._proofs.ask(values, self._on_proof, now_s)
 
     def _get_missing_chunks(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Return the suspected share's missing chunks, limited because a reference may claim any number."""
+        """Return the suspected share's missing chunks, at most a packet's."""
         share = self._store.shares.get(key)
         if not share:
             return []
@@ -366,8 +366,6 @@ def _chunks_of(server: int, ref: ChunkRef) -> int:
 
 
 class ReplicaRepair:
-    """Recreation of lost copies."""
-
     def __init__(self, state: SatelliteState, checks: Checks, now_s: float) -> None:
         self._here = state.here
         self._replicas = state.config.eviction.replicas
@@ -396,6 +394,7 @@ class ReplicaRepair:
             self._send_checks(now_s)
 
     def _send_checks(self, now_s: float) -> None:
+        """Ask, for the next keys, if each share that is whole here is whole at its next copy's satellite."""
         limit = _REPAIR_PAGES * MAX_CHECKS_PER_PACKET
         keys = self._store.keys_after(self._last_swept_key, limit)
         self._last_swept_key = keys[-1] if len(keys) == limit else b""
@@ -412,6 +411,7 @@ class ReplicaRepair:
             self._checks.ask(place, checks, self._send_lacking, now_s)
 
     def _get_next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
+        """Return a key's shares that are whole and belong here, each with the next copy's satellite."""
         copies = []
         for (_, replica), (check, indices) in self._find_whole_shares(key).items():
             ref = self._store.shares[key][indices[0]][0]
@@ -425,6 +425,7 @@ class ReplicaRepair:
         return copies
 
     def _find_whole_shares(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
+        """Return a key's whole shares, by server and replica, with their chunk indices."""
         share = self._store.shares.get(key)
         if not share:
             return {}
@@ -438,6 +439,7 @@ class ReplicaRepair:
         return {name: entry for name, entry in checks.items() if len(entry[1]) == entry[0].expected}
 
     def _send_lacking(self, answer: CheckAnswer, now_s: float) -> None:
+        """Queue shares that a satellite lacks and has room for, as its copy."""
         if not answer.same_moves:
             return
         for check, what in zip(answer.checks, answer.found, strict=True):

@@ -26,10 +26,12 @@ class UnreadableAnswer(Exception): ...
 
 @dataclass(slots=True)
 class ContentPart:
+    """Part of an answer. ``kind``: REASONING, TEXT or TOOL."""
+
     kind: str
-    number: int
-    call_id: str = ""
-    name: str = ""
+    number: int  # among the answer's parts
+    call_id: str = ""  # tool call
+    name: str = ""  # tool
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -63,13 +65,12 @@ class PartReader:
         self.model = ""
         self.created_s = 0
         self.finish = ""
-        self.stop_text = ""
-        """Stop sequence: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
+        self.stop_text = ""  # stop sequence: vLLM's `stop_reason`, SGLang's `matched_stop`
         self.usage: ChatUsage | None = None
         self.parts: list[ContentPart] = []
         self._open: ContentPart | None = None
-        self._tools: dict[int, ContentPart] = {}
-        self._held: dict[int, list[str]] = {}
+        self._tools: dict[int, ContentPart] = {}  # tool calls by index
+        self._held: dict[int, list[str]] = {}  # arguments of calls that have not begun
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
         """Report a chunk's parts.
@@ -138,6 +139,7 @@ class PartReader:
         return self._open is not None and self._open.kind == TEXT
 
     def _read_call(self, call: Mapping[str, Any], at: int) -> Iterator[PartEvent]:
+        """Report a tool call; interleaved calls are held until the open call ends."""
         function = call.get("function") or {}
         if not isinstance(function, dict):
             raise UnreadableAnswer("a call's `function` is no object")
@@ -217,6 +219,8 @@ def error_in(chunk: Mapping[str, Any]) -> str:
 
 
 class EventLines:
+    """Parser of server-sent events."""
+
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
@@ -264,6 +268,7 @@ def as_object(data: bytes) -> dict[str, Any]:
 
 
 def _is_whole(arguments: str) -> bool:
+    """Return True for complete JSON."""
     if not arguments.rstrip().endswith("}"):
         return False
     try:

@@ -46,14 +46,14 @@ _ACCOUNTS = ("diagnostics", "user_profile_id", "workspace_id")
 _SAME = ("temperature", "top_p", "top_k")
 _REFUSED = ("mcp_servers", "container")
 _KNOWN = frozenset((*_MAPPED, *_LABELS, *_ACCOUNTS, *_REFUSED, "output_config", "output_format"))
+# Prefix of a text of Claude Code with a hash per request: no prompts would share a prefix. vLLM drops it, too.
 _BILLING = "x-anthropic-billing-header"
-"""Prefix of a text of Claude Code with a hash per request: no prompts would share a prefix. vLLM drops it, too."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False) -> dict[str, Any]:
-    """Return the body of the same chat completion.
+    """Translate a Messages request to a chat completion's body.
 
     Args:
         strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
@@ -239,7 +239,7 @@ class _MessageTurns:
 
 
 def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a complete chat completion.
+    """Translate a chat completion to a Messages answer.
 
     Raises:
         UnreadableAnswer: it is none.
@@ -277,11 +277,7 @@ class MessageStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """Translate a chunk.
-
-        Raises:
-            UnreadableAnswer: no chunk of a chat completion.
-        """
+        """Translate a chunk, or raise ``UnreadableAnswer``."""
         events = list(self._reader.read(chunk))
         yield from self._begin_once()
         for part_event in events:

@@ -75,7 +75,7 @@ def check(fields: Fields) -> None:
 
 
 def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
-    """Return the body of the same chat completion.
+    """Translate a Responses request to a chat completion's body.
 
     Args:
         strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
@@ -280,7 +280,7 @@ class _InputTurns:
 
 
 def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a complete chat completion.
+    """Translate a chat completion to a Responses answer.
 
     Raises:
         UnreadableAnswer: it is none.
@@ -305,11 +305,7 @@ class ResponseStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """Translate a chunk.
-
-        Raises:
-            UnreadableAnswer: no chunk of a chat completion.
-        """
+        """Translate a chunk, or raise ``UnreadableAnswer``."""
         events = list(self._reader.read(chunk))
         yield from self._begin()
         for part_event in events:
@@ -388,6 +384,7 @@ class _Builder:
         return f"{_ITEM_IDS[part.kind]}_{self._base}_{part.number}"
 
     def item(self, part: ContentPart, status: str) -> dict[str, Any]:
+        """Return an output item. ``status``: empty at its begin."""
         own = {"id": self.item_id(part), "status": status or "in_progress"}
         content = [self.content(part, part.text)] if status else []
         if part.kind == TEXT:

@@ -22,6 +22,8 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _TranslatedStream(Protocol):
+    """Translator of chunks to events of the client's API."""
+
     @property
     def finish(self) -> str: ...
 
@@ -74,6 +76,8 @@ class Translation:
 
 
 class StreamTranslation:
+    """Translation of a stream's bytes; ``made`` translates its chunks."""
+
     def __init__(self, made: _TranslatedStream) -> None:
         self._made = made
         self._lines = EventLines()

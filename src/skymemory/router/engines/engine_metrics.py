@@ -1,8 +1,7 @@
 """Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``ReportedLoad``s.
 
 Each engine is scraped in its own task. Reports have times of ``time.monotonic``, and age until ``Server.fresh_report``
-ignores them. Of up to hundreds of kilobytes, only the dozen relevant names are searched; tests compare with
-``prometheus_client.parser``.
+ignores them. Only the relevant names are searched.
 
 Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` (``sglang:page_size`` and
 ``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
@@ -63,27 +62,26 @@ class Sample:
 class EngineMetrics:
     report: ReportedLoad
     dialect: str
-    missing: tuple[str, ...]
-    """Metrics that this engine lacks; the report has defaults."""
+    missing: tuple[str, ...]  # metrics that this engine lacks; the report has defaults
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Names of metrics, the newest first."""
+    """An engine's names of its metrics, the newest first."""
 
     name: str
-    waiting: tuple[str, ...]
+    waiting: tuple[str, ...]  # requests in the queue
     running: tuple[str, ...]
-    kv_usage: tuple[str, ...]
-    cache_info: str
-    block_label: str
-    blocks_label: str
-    block_gauge: str = ""
+    kv_usage: tuple[str, ...]  # used share of the KV cache
+    cache_info: str  # has the next two as labels
+    block_label: str  # tokens per block
+    blocks_label: str  # number of blocks
+    block_gauge: str = ""  # metrics of the same
     blocks_gauge: str = ""
-    adapters: str = ""
-    adapter_slots: str = ""
+    adapters: str = ""  # LoRA adapters in use
+    adapter_slots: str = ""  # LoRA adapters that fit
+    # Histograms of requests: prompt tokens, computed tokens, seconds of the prefill.
     prefills: tuple[str, str, str] | None = None
-    """Histograms of requests: prompt tokens, computed tokens, seconds of the prefill."""
 
     @property
     def tokens(self) -> tuple[str, str]:
@@ -235,6 +233,7 @@ def _read_cache_size(text: bytes, dialect: Dialect) -> tuple[int | None, int | N
 
 
 def _read_prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
+    """Return totals of prefills; None: not all are reported."""
     if dialect.prefills is None:
         return None
     sums = [sum(sample.value for sample in _find_first_usable(text, (f"{name}_sum",))) for name in dialect.prefills]
@@ -252,7 +251,7 @@ def _read_count(word: str) -> int | None:
 
 def _read_adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
     """Return the adapters in use, and how many the engine can hold. Of vLLM's series (values: timestamps) the newest
-    counts; SGLang reports only the capacity.
+    counts.
     """
     if dialect.adapters:
         states = [sample for sample in samples(text, dialect.adapters) if math.isfinite(sample.value)]
@@ -326,17 +325,19 @@ async def fetch_metrics(
 
 @dataclass(slots=True, eq=False)
 class Watched:
+    """Engine whose metrics are scraped, and the results."""
+
     server: str
     url: str
     access: Access = field(default=Access(), repr=False)
     dialect: str = ""
     missing: tuple[str, ...] = ()
     error: str = ""
-    looks: int = 0
+    looks: int = 0  # scrapes
     failures: int = 0
     failures_in_a_row: int = 0
-    last_s: float | None = None
-    warned: set[tuple[str, ...]] = field(default_factory=set)
+    last_s: float | None = None  # time of the last report
+    warned: set[tuple[str, ...]] = field(default_factory=set)  # missing metrics that were logged
 
 
 class MetricsWatch:

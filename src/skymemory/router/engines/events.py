@@ -106,6 +106,7 @@ class EventsWatch(Collector):
             await asyncio.sleep(LOOK_S)
 
     def follow(self) -> None:
+        """Subscribe to current servers, and end other subscriptions."""
         events = self._events
         # The index only knows servers that prefill.
         known_now = {name: known for name, known in self._backends.known.items() if self._backends.prefills(known)}
@@ -129,6 +130,7 @@ class EventsWatch(Collector):
                 log.error("%s", error)
 
     def _wanted(self, known: KnownServer) -> Followed | None:
+        """Return the wanted subscription; None: none, or the model is unknown."""
         backend, name = known.backend, known.backend.name
         if not backend.events:
             why = f"strategy {self._strategy!r} uses KV events, and `events`, their address, is missing"

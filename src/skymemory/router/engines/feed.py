@@ -33,30 +33,30 @@ _log = logging.getLogger("skymemory.router")
 
 
 class FeedState(enum.Enum):
-    WAITING = "waiting"
-    WHOLE = "whole"
-    """Every message since the engine's start was applied."""
-    PARTIAL = "partial"
-    """The index is correct but incomplete."""
-    LOST = "lost"
+    """Completeness of the index of an engine's cache."""
+
+    WAITING = "waiting"  # no message yet
+    WHOLE = "whole"  # every message since the engine's start was applied
+    PARTIAL = "partial"  # the index is correct but incomplete
+    LOST = "lost"  # disconnected: the cache may have changed
 
 
 @dataclass(slots=True)
 class Counts:
-    batches: int = 0
+    """Totals of an engine's messages."""
+
+    batches: int = 0  # applied messages
     stored_blocks: int = 0
-    old: int = 0
-    gaps: int = 0
+    old: int = 0  # duplicates
+    gaps: int = 0  # in the numbers of messages
     replayed: int = 0
-    losses: int = 0
-    """Unfilled gaps: the blocks were forgotten."""
+    losses: int = 0  # unfilled gaps: the blocks were forgotten
     restarts: int = 0
     malformed: int = 0
     too_long: int = 0
-    unknown_events: int = 0
-    unusable_events: int = 0
-    refused: int = 0
-    """Messages with blocks of another size than the prompts'."""
+    unknown_events: int = 0  # kinds that the router does not know
+    unusable_events: int = 0  # stored blocks that cannot be hashed
+    refused: int = 0  # messages with blocks of another size than the prompts'
 
 
 class Feed:
@@ -70,16 +70,14 @@ class Feed:
         self.counts = Counts()
         self.errors: dict[str, str] = {}
         self.order = Order() if order is None else order
-        self.wiped = False
-        """True if the index was made to forget the server elsewhere: a full replay is needed."""
+        self.wiped = False  # the index was made to forget the server elsewhere: a full replay is needed
         self._state = FeedState.WAITING
         self._index = index
         self._logged: set[str] = set()
         self._unknown_media: set[str] = set()
         self._warned_s = -WARN_EVERY_S
-        self._ready = False
-        """True if the index expects the same number as ``order``."""
-        self._reading: tuple[int, Iterator[Piece]] | None = None
+        self._ready = False  # the index expects the same number as `order`
+        self._reading: tuple[int, Iterator[Piece]] | None = None  # message that is being applied
         index.follow(slot, model)
 
     @property
@@ -179,6 +177,7 @@ class Feed:
             _log.warning("events of %s: %s; its blocks are forgotten", self.server, why)
 
     def _read_pieces(self, number: int, coming: Iterator[Piece], until_s: float) -> None:
+        """Apply pieces of message ``number``, as long as time remains."""
         counts, events, work, more = self.counts, list[Event](), 0, False
         try:
             for piece in coming:
@@ -211,6 +210,7 @@ class Feed:
             self._apply_batch(EventBatch(number, events), more)
 
     def _apply_batch(self, batch: EventBatch, more: bool) -> None:
+        """Apply events to the index. ``more``: the message goes on."""
         counts = self.counts
         self._warn_of_unknown_media(batch)
         if not self._ready:
@@ -249,11 +249,11 @@ class Feed:
 
 
 class Offer(enum.Enum):
-    TAKEN = enum.auto()
-    """It is next, or waits for missing messages."""
-    OLD = enum.auto()
-    RESTARTED = enum.auto()
-    """Call ``restart``, then offer it again."""
+    """Result of ``Order.offer``."""
+
+    TAKEN = enum.auto()  # it is next, or waits for missing messages
+    OLD = enum.auto()  # a duplicate
+    RESTARTED = enum.auto()  # call `restart`, then offer it again
 
 
 class Order:
@@ -263,10 +263,11 @@ class Order:
         self.next: int | None = None
         self._remembered = remembered
         self._most_held = most_held
-        self._seen: OrderedDict[int, int] = OrderedDict()
-        self._held: dict[int, bytes] = {}
+        self._seen: OrderedDict[int, int] = OrderedDict()  # checksums of taken messages
+        self._held: dict[int, bytes] = {}  # messages that wait for their turn
 
     def offer(self, number: int, payload: bytes) -> Offer:
+        """Keep a message until its turn, unless it is old or shows a restart."""
         # Numbers alone do not show a restart: the engine counts from 0 again, and soon passes the old number. Equal
         # numbers with other bytes do show it.
         checksum = _checksum(payload)
@@ -283,7 +284,7 @@ class Order:
         if self.next is None or self.next not in self._held:
             return None
         number, payload = self.next, self._held.pop(self.next)
-        self._seen[number] = _checksum(payload)
+        self._seen[number] = _checksum(payload)  # to recognise duplicates and restarts
         if len(self._seen) > self._remembered:
             self._seen.popitem(last=False)
         self.next = number + 1
@@ -316,9 +317,7 @@ class Order:
 
 
 def _checksum(payload: bytes) -> int:
-    """Return a CRC-32, of a long message only over its ends (all of it takes 10 ms): a restart changes the timestamp in
-    the first bytes.
-    """
+    """Return a CRC-32, of a long message only over its ends: a restart changes the timestamp in the first bytes."""
     if len(payload) > 2 * END_BYTES:
         payload = payload[:END_BYTES] + payload[-END_BYTES:] + len(payload).to_bytes(8, "big")
     return zlib.crc32(payload)

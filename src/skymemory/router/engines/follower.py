@@ -78,6 +78,7 @@ async def replay(
 
 
 def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
+    """Return the replayed messages that have arrived, and True after their end."""
     messages: list[tuple[int, bytes]] = []
     while len(messages) < AT_ONCE:
         try:
@@ -94,25 +95,22 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class ReplayTimeouts:
-    patience_s: float = 0.05
-    """Time for a missing message to arrive before a replay is requested."""
-    probe_s: float = 10.0
-    """Silence after which a replay is requested: the last message may have been dropped."""
+    patience_s: float = 0.05  # time for a missing message to arrive before a replay is requested
+    probe_s: float = 10.0  # silence after which a replay is requested: the last message may have been dropped
     replay_timeout_s: float = TIMEOUT_S
-    queue_messages: int = 256
-    """Queue of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
+    queue_messages: int = 256  # queue of the socket; further messages wait at the engine (vLLM keeps 100,000)
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Addresses of an engine's events (``tcp://host:5557``), and the prefix of the topics (empty: all).
+    """Addresses of an engine's KV events (``tcp://host:5557``).
 
-    ``replay_endpoint``: vLLM's in ``--kv-events-config``. Without it, each loss forgets all blocks.
+    Without ``replay_endpoint`` (vLLM's ``--kv-events-config``) each loss forgets all blocks.
     """
 
     endpoint: str
     replay_endpoint: str = ""
-    topic: str = ""
+    topic: str = ""  # prefix; empty: all
 
 
 class Follower:
@@ -129,11 +127,10 @@ class Follower:
         self._pace = pace
         self._context = context
         self._one_at_a_time = one_at_a_time
-        self._early: tuple[int, bytes] | None = None
-        """First message of a new connection, for ``_resume_feed``."""
-        self._resume = False
+        self._early: tuple[int, bytes] | None = None  # first message of a new connection, for `_resume_feed`
+        self._resume = False  # a new connection must be resumed
         self._gap_since_s: float | None = None
-        self._heard_s = time.monotonic()
+        self._heard_s = time.monotonic()  # time of the last message
         self._socket = context.socket(zmq.SUB)
         for option, value in (
             (zmq.LINGER, 0),
@@ -173,7 +170,7 @@ class Follower:
                 await asyncio.sleep(1.0)
 
     async def _turn(self) -> None:
-        if not (self._resume or self._feed.wiped or self._feed.busy):
+        if not (self._resume or self._feed.wiped or self._feed.busy):  # else there is work without a message
             wait_s = self._pace.patience_s if self._feed.order.gap else self._pace.probe_s
             await self._poller.poll(round(wait_s * 1000) + 1)
         self._check_connection()
@@ -194,6 +191,7 @@ class Follower:
                 await asyncio.sleep(0)
 
     def _slice(self) -> bool:
+        """Apply messages for ``SLICE_S``; return True if more may wait."""
         end_s = time.perf_counter() + SLICE_S
         while time.perf_counter() < end_s:
             if self._feed.busy:
@@ -224,6 +222,7 @@ class Follower:
         return True
 
     def _check_connection(self) -> None:
+        """Read from the monitor if the engine is connected; a new connection must be resumed."""
         while True:
             try:
                 frames = self._changes.recv_multipart(zmq.NOBLOCK)
@@ -233,6 +232,7 @@ class Follower:
             self._resume = self._feed.connected
 
     async def _resume_feed(self) -> None:
+        """Find out by a replay if the engine restarted, and what was missed."""
         self._resume = False
         feed, early = self._feed, self._early
         self._early = None
@@ -291,6 +291,7 @@ class Follower:
                 await asyncio.sleep(0)
 
     async def _fill_gap(self) -> None:
+        """Wait for missing messages, then request a replay, then give them up."""
         feed, order = self._feed, self._feed.order
         if not order.gap:
             self._gap_since_s = None
@@ -319,6 +320,7 @@ class Follower:
         feed.lost()
 
     async def _probe(self) -> None:
+        """Request a replay after a long silence: the last message may be lost."""
         feed = self._feed
         now_s = time.monotonic()
         if not self._replay_endpoint or not feed.connected or now_s - self._heard_s < self._pace.probe_s:

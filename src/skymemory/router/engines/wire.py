@@ -45,7 +45,7 @@ PIECE_TOKENS = 4096
 MAX_BLOCK_TOKENS = 4096
 """Limit (LMCache's chunks have 256); events with longer blocks are skipped."""
 MAX_BLOCKS = 1 << 18
-"""Limit per message, which bounds its time at about 10 µs per block: four million tokens in blocks of 16."""
+"""Limit per message: four million tokens in blocks of 16."""
 STEPS = 4096
 """Values skipped between two pauses: 0.5 ms."""
 SEQUENCE_BYTES = 8
@@ -62,8 +62,7 @@ class TooLong(MalformedEvents): ...
 
 class Tally(enum.Enum):
     UNKNOWN = "unknown"
-    UNUSABLE = "unusable"
-    """Stored blocks without tokens, which cannot be hashed."""
+    UNUSABLE = "unusable"  # stored blocks without tokens, which cannot be hashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,8 @@ class Decoded:
 
 
 class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    """vLLM's event of stored KV-cache blocks, as an array."""
+
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None
     token_ids: list[int]
@@ -89,6 +90,8 @@ class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
 
 
 class _StoredMap(msgspec.Struct, tag="BlockStored", gc=False):
+    """vLLM's event of stored KV-cache blocks, as a map."""
+
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None = None
     token_ids: list[int] = []
@@ -219,6 +222,7 @@ def token_range(tokens: Sequence[int]) -> bool:
 
 
 def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
+    """Return stored blocks; None: they are unusable."""
     tokens, medium = wire.token_ids, _medium(wire)
     if not tokens and medium_of(medium) != GPU:
         return BlocksStored(wire.block_hashes, None, (), 0, medium, group=wire.group_idx or 0)
@@ -297,6 +301,7 @@ def _of_short(payload: bytes) -> Iterator[Piece]:
 
 
 def _cut(event: BlocksStored) -> Iterator[Event]:
+    """Cut an event into pieces of ``BLOCKS``."""
     size, keys = event.block_tokens, event.extra_keys
     for at in range(0, len(event.hashes), BLOCKS):
         end = at + BLOCKS
@@ -317,8 +322,8 @@ _FIXED |= {0xA0 + length: length + 1 for length in range(0x20)}
 _FIXED |= {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _FIXED |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
 _SIZES = bytes(_FIXED.get(first, 0) for first in range(256))
+# Size of the length of byte strings, extensions (with another byte) and text, by the first byte.
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Size of the length of byte strings, extensions (with another byte) and text, by the first byte."""
 
 
 class _Long:
@@ -357,6 +362,7 @@ class _Long:
             yield from self._event()
 
     def _event(self) -> Iterator[Piece]:
+        """Read an event: find its fields (``spans``: begin and end), then decode them."""
         mapped, count = self._container()
         spans: dict[str, tuple[int, int]] = {}
         names: tuple[str, ...] = _FIELDS
@@ -450,6 +456,7 @@ class _Long:
     # The cursor
 
     def _container(self) -> tuple[bool, int]:
+        """Enter a container; return True for a map, and the length."""
         first = self._data[self._at]
         self._at += 1
         if first & 0xF0 in (0x80, 0x90):

@@ -28,33 +28,26 @@ MANY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Listener of Envoy, its picker and endpoints."""
+    """Envoy listener to configure, with its picker and endpoints."""
 
     name: str
-    picker: str | None
-    """Address (``ip:port``); None: no picker, for comparison."""
+    picker: str | None  # address (`ip:port`); None: no picker, for comparison
     listen: str = "127.0.0.1:0"
+    # All endpoints, required for fallbacks, `fail_open` and no picker. If empty, Envoy uses the picker's addresses
+    # (ORIGINAL_DST).
     endpoints: tuple[str, ...] = ()
-    """All endpoints, required for fallbacks, ``fail_open`` and no picker. If empty, Envoy uses the picker's addresses
-    (ORIGINAL_DST).
-    """
+    # Source of the endpoint. A client can send the header, but no metadata.
     read_from: Literal["metadata", "header"] = "metadata"
-    """Source of the endpoint. A client can send the header, but no metadata."""
-    retries: int = 0
-    """Further endpoints after connection failures, resets and ``RETRIABLE`` statuses."""
-    retry_budget: float = 0.2
-    """Concurrent retries as a share of the active requests."""
-    retry_floor: int = 3
-    max_ejected: float = 0.5
-    fail_open: bool = False
-    """True to use ``endpoints`` in turn while the picker is down."""
-    picker_tls: bool = False
-    picker_ca: str | None = None
-    """Authority of its certificate; None: any certificate."""
+    retries: int = 0  # further endpoints after connection failures, resets and `RETRIABLE` statuses
+    retry_budget: float = 0.2  # concurrent retries as a share of the active requests
+    retry_floor: int = 3  # concurrent retries that are always allowed
+    max_ejected: float = 0.5  # share of the endpoints
+    fail_open: bool = False  # use `endpoints` in turn while the picker is down, instead of errors
+    picker_tls: bool = False  # the picker has TLS
+    picker_ca: str | None = None  # authority of its certificate; None: any certificate
+    # Period of health checks of the picker. After two failures Envoy goes on without it: with full-duplex bodies no
+    # other timeout ends a waiting request.
     health_s: float = 1.0
-    """Period of health checks of the picker. After two failures Envoy goes on without it: with full-duplex bodies no
-    other timeout ends a waiting request.
-    """
     upload_s: float = 120.0
     filters_before: tuple[dict[str, Any], ...] = field(default=())
 
@@ -105,6 +98,7 @@ def _listener(entrance: Entrance) -> dict[str, Any]:
 
 
 def _asking(entrance: Entrance) -> list[dict[str, Any]]:
+    """Return the filter that asks the picker."""
     if entrance.picker is None:
         return []
     config = {
@@ -129,6 +123,7 @@ def _asking(entrance: Entrance) -> list[dict[str, Any]]:
 
 
 def _servers(entrance: Entrance) -> dict[str, Any]:
+    """Return the cluster of endpoints, which reads the picker's choice from metadata or a header."""
     cluster: dict[str, Any] = {
         "name": f"{entrance.name}-servers",
         "connect_timeout": "1s",

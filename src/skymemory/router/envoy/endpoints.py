@@ -71,6 +71,7 @@ def _check_fixed(backend: Backend) -> None:
 
 
 def completed(backend: Backend, settings: PickerSettings) -> Backend:
+    """Add settings that all endpoints share."""
     host = backend.name.rpartition(":")[0]
     if not backend.events and settings.events_port:
         replay = f"tcp://{host}:{settings.replay_port}" if settings.replay_port else ""
@@ -106,7 +107,7 @@ class FileSource:
         self._endpoints = self._read()
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return None while the file is invalid: a half-written file removes no endpoint."""
+        """Return None if a change is invalid: a half-written file removes no endpoint."""
         try:
             status = self._path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size):
@@ -119,12 +120,13 @@ class FileSource:
 
     def _read(self) -> tuple[Backend, ...]:
         status = self._path.stat()
-        self._seen = (status.st_mtime_ns, status.st_size)
+        text = read_text(self._path, MAX_TABLE_BYTES)
+        self._seen = (status.st_mtime_ns, status.st_size)  # not before: what cannot be read now is read again
         endpoints: dict[str, Backend] = {}
-        for number, line in enumerate(read_text(self._path, MAX_TABLE_BYTES).splitlines(), 1):
-            if text := line.partition("#")[0].strip():
+        for number, line in enumerate(text.splitlines(), 1):
+            if words := line.partition("#")[0].strip():
                 try:
-                    backend = _of_line(text)
+                    backend = _of_line(words)
                 except InvalidInput as error:
                     raise InvalidInput(f"{self._path}, line {number}: {error}") from error
                 endpoints[backend.name] = backend
@@ -155,7 +157,7 @@ class NameSource:
     def __init__(self, name_and_port: str, warn: Callable[[str], None], role: str = BOTH) -> None:
         self._role = role
         name, _, port = name_and_port.rpartition(":")
-        if not name or not port.isdigit() or not 0 < int(port) < 65536:
+        if not name or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
             raise InvalidInput(f"{name_and_port!r}: expected NAME:PORT, such as vllm.default.svc:8000")
         self._name, self._port = name, int(port)
         self._warn = warn

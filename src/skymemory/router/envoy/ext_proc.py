@@ -60,18 +60,14 @@ class PickerService:
     settings: PickerSettings = field(default_factory=PickerSettings)
     most_body_bytes: int = 16 << 20
     counters: Counters = field(default_factory=Counters)
-    thread_bytes: int | None = None
-    """Length from which threads read bodies; None: none."""
+    thread_bytes: int | None = None  # length from which threads read bodies; None: none
     streams: int = 0
     deferred: DeferredWork = field(init=False)
     queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
-    room: WaitingRoom | None = None
-    """Queue; None while the picker does not run: requests are refused."""
-    alone: Scheduler | None = None
-    """Scheduler of requests for a single server; None without roles."""
+    room: WaitingRoom | None = None  # queue; None while the picker does not run: requests are refused
+    alone: Scheduler | None = None  # scheduler of requests for a single server; None without roles
     refuses_unknown_paths: bool = False
-    split_from: int = 0
-    """Missing tokens below which a decode server serves a prompt alone."""
+    split_from: int = 0  # missing tokens below which a decode server serves a prompt alone
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._on_ejected, self._on_removed
@@ -208,6 +204,7 @@ class PickerService:
         return True
 
     def _get_servers_with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
+        """Return servers that are not full (None: all), or raise ``ApiError`` (429)."""
         most = self.settings.max_requests
         if not most:
             return among
@@ -243,24 +240,23 @@ class ExtProcExchange:
         service.streams += 1
         self._request_mode = self._response_mode = say.FULL_DUPLEX
         self._headers: dict[str, str] = {}
-        self._subset: frozenset[str] | None = None
-        self._body: list[bytes] = []
-        """Pieces as received: a growing buffer would be copied and fragment the heap."""
+        self._subset: frozenset[str] | None = None  # endpoints that Envoy allows; None: all
+        self._body: list[bytes] = []  # pieces as received: a growing buffer would be copied and fragment the heap
         self._body_bytes = 0
-        self._joined_body: bytes | None = None
-        """Body joined in a thread: 16 MB would block for some ms."""
-        self._plain_body: bytes | None = None
+        self._joined_body: bytes | None = None  # body joined in a thread: 16 MB would block for some ms
+        self._plain_body: bytes | None = None  # decompressed
         self._has_body = False
         self._has_answered = False
         self._read_request: Request | ApiError | None = None
-        self._queued_request: tuple[Request, bytes, bool, bool] | None = None
+        self._queued_request: tuple[Request, bytes, bool, bool] | None = None  # arguments of `_choose_server`
         self._queue_entry: QueueEntry | None = None
-        self._began_s = self._first_s = 0.0
+        self._began_s = self._first_s = 0.0  # times of the request and of its first token
         self._account: RequestAccount | None = None
         self._attempts = Attempts("")
         self._usage: UsageReader | None = None
 
     def is_read_in_thread(self, message: ProcessingRequest) -> bool:
+        """Return True if ``message`` completes a long or compressed body."""
         service, last = self._service, message.request_body
         size = self._body_bytes + len(last.body)
         ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
@@ -352,6 +348,7 @@ class ExtProcExchange:
     # The request
 
     def _on_request_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
+        """Answer at once only if no body follows, or Envoy waits for that before the body."""
         if self._headers or self._has_answered:
             return ()  # a stream is a single request: no protocol sends further headers
         self._began_s = now_s
@@ -425,6 +422,7 @@ class ExtProcExchange:
         self._has_answered = True
         account = self._account = self._service.book(placement, now_s)
         self._on_sent(account, now_s)
+        # `prefiller`: server named to the sidecar; None: there are no sidecars; empty: the sidecar's engine prefills.
         counters, prefiller = self._service.counters, None if self._service.alone is None else ""
         if placement.decode is not None:
             prefiller = placement.prefill.server
@@ -445,6 +443,7 @@ class ExtProcExchange:
     def _answer_with_endpoints(
         self, body: bytes, endpoints: str, prefiller: str | None, trailers: bool
     ) -> Iterable[bytes]:
+        """Return the answer's messages. ``prefiller``: prefill server, for the sidecar."""
         if self._has_body and self._request_mode == say.BUFFERED:
             return (say.request_body(endpoints, prefiller),)
         pieces = say.streamed_request(body, end=not trailers) if self._has_body else ()
@@ -485,6 +484,7 @@ class ExtProcExchange:
     def _on_response_begin(
         self, account: RequestAccount, headers: Mapping[str, str], message: ProcessingRequest, now_s: float
     ) -> None:
+        """Report the answer or fault of the server asked, which may be a fallback."""
         backends, status = self._service.backends, headers.get(":status", "")
         chosen, served, by_envoy = account.decision.server, say.served_of(message), say.is_envoys_own(message)
         if served and account.served_by(served, now_s):

@@ -207,6 +207,8 @@ class _ExtProcStream(GrpcCall):
 
 
 class HealthBook:
+    """States of services, for health checks."""
+
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
         self._watches: set[_Watch] = set()
@@ -241,6 +243,8 @@ class HealthBook:
 
 
 class _Check(GrpcCall):
+    """Health check with a single answer."""
+
     def __init__(self, book: HealthBook, answers: Answers) -> None:
         self._book, self._answers = book, answers
 
@@ -263,6 +267,8 @@ class _Check(GrpcCall):
 
 
 class _Watch(GrpcCall):
+    """Health check with an answer at every change."""
+
     name: str | None = None
 
     def __init__(self, book: HealthBook, answers: Answers) -> None:

@@ -146,6 +146,7 @@ def _header(name: str, value: str) -> HeaderValueOption:
 
 
 def _destination(endpoints: str, prefiller: str | None) -> tuple[HeaderMutation | None, Struct | None]:
+    """Return the endpoints as header and metadata, with the prefill server's header."""
     if not endpoints:
         return None, None
     inner = Struct(fields={DESTINATION: Value(string_value=endpoints)})
@@ -198,6 +199,7 @@ def _varint(number: int) -> bytes:
 
 
 def _piece_tags(kind: str) -> tuple[bytes, ...]:
+    """Return the tags around a body's piece, innermost first."""
     return (
         _tag(StreamedBodyResponse, "body"),
         _tag(BodyMutation, "streamed_response"),

@@ -50,7 +50,7 @@ log = logging.getLogger("skymemory.router")
 TOKENIZED_IN_THREAD_BYTES = 16 << 10
 """Length of about 5 ms of tokenizing, twenty times the cost of a thread."""
 IN_THREAD_BYTES = 256 << 10
-"""Length of about 0.7 ms of reading. The longest bodies occupy a thread for 50 ms."""
+"""Length of about 0.7 ms of reading."""
 _RELOADED = {
     "refresh_s",
     "events_port",
@@ -64,7 +64,7 @@ _RELOADED = {
 
 
 class EndpointPicker:
-    """Endpoint picker that runs until an event is set. ``say`` prints for the operator."""
+    """Endpoint picker that runs until an event is set."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class EndpointPicker:
         self._prefix_state = prefix_state
         self._events = EventsWatch(service.picker.scorer, self._endpoints)
         self._refresh = asyncio.Event()
-        self._begun = False
+        self._begun = False  # the endpoints are known, and the index is loaded
         self.server = PickerServer(service, picker.listen, certificate, picker.health_listen or None)
         collectors: list[Collector] = [self._events]
         if prefix_state is not None:
@@ -148,6 +148,7 @@ class EndpointPicker:
         self._refresh.set()
 
     async def _keep_refreshing(self) -> None:
+        """Read the endpoints periodically; after the first time, the picker is ready."""
         known = False
         while True:
             self._refresh.clear()
@@ -220,6 +221,7 @@ def configure_queue(service: PickerService, settings: Settings) -> None:
 
 
 def needs_restart(now: Settings, then: Settings) -> list[str]:
+    """Return changed settings that are not reloaded."""
     parts = ("strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
     fixed = [name for name in parts if getattr(now, name) != getattr(then, name)]
     if now.splits != then.splits:

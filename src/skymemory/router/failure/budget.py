@@ -12,7 +12,7 @@ FIRST_S, MOST_S = 0.025, 0.25
 
 
 class Sends:
-    """Count of a request's sends, and its limit."""
+    """Limit of a request's sends, and their count."""
 
     __slots__ = ("count", "most")
 
@@ -38,15 +38,11 @@ class Sends:
 class RetryBudget:
     """Limit of retries: ``share`` of the requests of the last ten seconds or in flight, whichever is more; at least
     ``floor``.
-
-    Envoy counts only requests in flight. These are few if servers fail at once, and its floor of three then lets each
-    request be sent three times.
     """
 
     def __init__(self, share: float = 0.2, floor: int = 3) -> None:
         self.share, self.floor = share, floor
-        self._seconds: deque[list[int]] = deque()
-        """Per second: number, requests begun before, retries."""
+        self._seconds: deque[list[int]] = deque()  # per second: number, requests begun before, retries
         self._next_s = -math.inf
         self._requests_begun = self._requests_ended = self._retries = 0
 
@@ -59,7 +55,7 @@ class RetryBudget:
         self._requests_ended += 1
 
     def take(self, now_s: float, *, is_free: bool = False) -> bool:
-        """Count a retry, if allowed."""
+        """Count a retry, if allowed; always if ``is_free``."""
         second = self._get_second(now_s)
         # Requests begun in the window, or in flight.
         requests = self._requests_begun - min(self._seconds[0][1], self._requests_ended)
@@ -70,6 +66,7 @@ class RetryBudget:
         return True
 
     def _get_second(self, now_s: float) -> list[int]:
+        """Return this second's counts; drop those before the window."""
         number, seconds = int(now_s), self._seconds
         if seconds and seconds[-1][0] >= number:
             return seconds[-1]

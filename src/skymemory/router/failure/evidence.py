@@ -15,7 +15,7 @@ from types import MappingProxyType
 from skymemory.router.failure.faults import RULES, Fault
 
 REST_S = (1.0, 3.0, 9.0, 27.0, 60.0)
-"""Rest after the first, second, … failure in a row. Envoy begins with five failures and 30 s."""
+"""Rest after the first, second, … failure in a row."""
 MOST_FAILURES = 32
 EJECTING = 3
 EJECTING_SILENT = 2
@@ -23,19 +23,15 @@ EJECTING_SILENT = 2
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failed attempt of a client's request at a server. ``fault``: its kind."""
+    """Failed attempt of a client's request at a server."""
 
     client: str
     fault: Fault
     at_s: float
-    wait_s: float = 0.0
-    """Rest that the server asked for by ``Retry-After``."""
-    is_proven: bool = False
-    """Another server answered the request."""
-    is_lost: bool = False
-    """Silent for twice the time after which it counts."""
-    is_final: bool = False
-    """The request has ended: no other server will prove or disprove it."""
+    wait_s: float = 0.0  # rest that the server asked for by `Retry-After`
+    is_proven: bool = False  # another server answered the request
+    is_lost: bool = False  # silent for twice the time after which it counts
+    is_final: bool = False  # the request has ended: no other server will prove or disprove it
 
     @property
     def accuses(self) -> bool:
@@ -55,15 +51,12 @@ class Attempts:
     """Attempts of a request, and their failures by server."""
 
     # Class attributes as defaults: hardly any request fails.
-    heard_s: float = float("-inf")
-    """Time of the answer's last piece."""
+    heard_s: float = float("-inf")  # time of the answer's last piece
     failed: Mapping[str, Failure] = NO_FAILURES
-    retries: Mapping[Fault, int] = NO_RETRIES
-    """Number of retries after each kind of fault."""
+    retries: Mapping[Fault, int] = NO_RETRIES  # number of retries after each kind of fault
 
     def __init__(self, client: str) -> None:
-        self.client = client
-        """Tenant or address."""
+        self.client = client  # tenant or address
 
     def move_on(self, server: str, why: str) -> None:
         """Leave an ejected server before its answer begins."""
@@ -94,8 +87,7 @@ class Evidence:
 
     def __init__(self) -> None:
         self.failures: dict[Attempts, Failure] = {}
-        self.last_s = self.cleared_s = float("-inf")
-        """Times of the last failure and of ``clear``."""
+        self.last_s = self.cleared_s = float("-inf")  # times of the last failure and of `clear`
 
     def __bool__(self) -> bool:
         return bool(self.failures)
@@ -133,7 +125,7 @@ class Evidence:
         return any(failure.is_proven and failure.accuses for failure in self.failures.values())
 
     def binding(self, client: str | None, clients: int) -> list[Failure]:
-        """Return the failures that count for a client (None: all); ``clients`` must agree."""
+        """Return the failures that count for a client (None: for all). Those of ``clients`` clients count for all."""
         failures = list(self.failures.values())
         certain = [failure for failure in failures if not RULES[failure.fault].is_of_pair]
         if certain or len({failure.client for failure in failures}) >= clients:
@@ -148,7 +140,7 @@ class Evidence:
         return max(failure.at_s + max(rest_s, failure.wait_s) for failure in failures)
 
     def ejects(self, clients: int) -> str:
-        """Return the reason to eject the server, or nothing."""
+        """Return the reason to eject the server, or nothing. ``clients`` must have failed there."""
         # A request that is still being retried elsewhere may prove to be the cause.
         settled = (failure for failure in self.binding(None, clients) if failure.is_settled)
         accusing = [failure for failure in settled if failure.accuses]

@@ -12,30 +12,29 @@ from types import MappingProxyType
 
 
 class Fault(StrEnum):
-    REFUSED = "refused"
-    UNCONNECTED = "unconnected"
-    RESET = "reset"
-    BROKEN = "broken"
-    SILENT = "silent"
+    """Kind of a failed attempt at a server."""
+
+    REFUSED = "refused"  # connection refused: nothing listens
+    UNCONNECTED = "unconnected"  # connect timeout, or an unknown name
+    RESET = "reset"  # connection lost before any byte of the answer
+    BROKEN = "broken"  # connection lost in the middle of the answer
+    SILENT = "silent"  # no answer, or no more of it, for too long
     ERROR = "500"
-    BUSY = "429"
+    BUSY = "429"  # or 503 with Retry-After: the server is full
     UNAVAILABLE = "503"
     GATEWAY = "502, 504"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``says``: description in the reference."""
+    """Retries and blame after a kind of fault. ``says``: its description in the reference."""
 
     says: str
-    retries: int | None = None
-    """Maximum attempts at other servers; None: the request's limit."""
+    retries: int | None = None  # maximum attempts at other servers; None: the request's limit
+    # The request may be the cause: failures are taken back if another server fails, too.
     is_of_pair: bool = True
-    """True if the request may be the cause: failures are taken back if another server fails, too."""
-    is_back_pressure: bool = False
-    """True if the server is full: it rests, but is never ejected."""
-    backs_off: bool = True
-    """True if the retry waits first."""
+    is_back_pressure: bool = False  # the server is full: it rests, but is never ejected
+    backs_off: bool = True  # the retry waits first
 
 
 RULES: Mapping[Fault, Rule] = MappingProxyType(

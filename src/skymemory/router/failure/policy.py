@@ -109,34 +109,26 @@ class _ServerRecord:
     def __init__(self, name: str, group: object) -> None:
         self.name, self.group = name, group
         self.evidence = Evidence()
-        self.unanswered: dict[Attempts, SentRequest] = {}
-        """Oldest first."""
-        self.streams: dict[Attempts, tuple[float, float]] = {}
-        """Times of sending and of the first byte."""
+        self.unanswered: dict[Attempts, SentRequest] = {}  # oldest first
+        self.streams: dict[Attempts, tuple[float, float]] = {}  # times of sending and of the first byte
         self.stream_completed_s = -math.inf
+        # Times of the last answer and of the start of the last good check.
         self.answered_s = self.good_check_s = -math.inf
-        """Times of the last answer and of the start of the last good check."""
+        # True if metrics are read; time of their last progress.
         self.has_metrics, self.metrics_progress_s = False, -math.inf
-        """True if metrics are read; time of their last progress."""
+        # No answer since it was added or recovered; it may be tried if all servers refuse.
         self.is_new = self.is_last_resort = True
-        """No answer since it was added or recovered; it may be tried if all servers refuse."""
-        self.is_quiet = False
-        """True if answers are overdue."""
-        self.probe: Attempts | None = None
-        """The single request that is sent to it after failures."""
+        self.is_quiet = False  # answers are overdue
+        self.probe: Attempts | None = None  # the single request that is sent to it after failures
         self.refused_until_s = self.slow_until_s = self.check_requested_s = -math.inf
-        self.answers, self.slowness = 0, 0.0
-        """Since the last comparison: answers; sum of waits over expected waits."""
+        self.answers, self.slowness = 0, 0.0  # since the last comparison: answers; sum of waits over expected waits
         self.is_check_due = False
         self.failed_checks = self.good_checks = 0
+        # By checks: unhealthy; refused a connection since then; not connected, or refused, at the last check. By checks
+        # or requests: ejected.
         self.is_unhealthy = self.has_lost_cache = self.is_unreachable = self.is_refusing = self.is_ejected = False
-        """By checks: unhealthy; refused a connection since then; not connected, or refused, at the last check. By
-        checks or requests: ejected.
-        """
-        self.gets_requests = True
-        """False while it gets no requests at all."""
-        self.why = ""
-        """Reason of the last ejection or failed check."""
+        self.gets_requests = True  # False while it gets no requests at all
+        self.why = ""  # reason of the last ejection or failed check
 
 
 class FailurePolicy:
@@ -147,14 +139,13 @@ class FailurePolicy:
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _ServerRecord] = {}
-        self.doubted: dict[str, _ServerRecord] = {}
-        """Servers that may have to be avoided."""
+        self.doubted: dict[str, _ServerRecord] = {}  # servers that may have to be avoided
         self._answer_waits = tuple(UsualWait() for _ in KINDS)
         self._stream_gaps = UsualWait()
         self._usual_wait_s = [LEAST_USUAL_S for _ in KINDS]
         self._next_comparison_s = 0.0
+        # Client of the last request; times of its last request and of any other client's.
         self._last_client, self._last_client_s, self._other_client_s = "", -math.inf, -math.inf
-        """Client of the last request; times of its last request and of any other client's."""
         self.next_sweep_s = 0.0
         self.decisions: list[ServerDecision] = []
 
@@ -199,7 +190,7 @@ class FailurePolicy:
         if record.is_new:
             self.doubted[server] = record
         if record.evidence.failures:
-            record.probe = attempts
+            record.probe = attempts  # the only request there until it is answered
 
     def on_answer(
         self, attempts: Attempts, server: str, now_s: float, is_good: bool = True, is_whole: bool = True
@@ -236,6 +227,7 @@ class FailurePolicy:
             self._on_answer_end(record, attempts, sent_s, now_s, is_good)
 
     def on_complete(self, attempts: Attempts, server: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
+        """Record the end of a stream of so many ``pieces``, which show the usual gap."""
         record = self._records.get(server)
         if record is None or (times := record.streams.pop(attempts, None)) is None:
             return
@@ -247,6 +239,7 @@ class FailurePolicy:
     def _on_answer_end(
         self, record: _ServerRecord, attempts: Attempts, sent_s: float, now_s: float, is_good: bool
     ) -> None:
+        """Clear the server of earlier failures, and blame the servers where this request failed."""
         if record.name in self.doubted:
             if record.probe is attempts:
                 record.probe = None
@@ -275,6 +268,7 @@ class FailurePolicy:
             self._update_ejection(record, now_s)
 
     def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
+        """Record a failed attempt. ``wait_s``: rest that the server asked for."""
         record = self._records.get(server)
         if record is None:
             return
@@ -371,7 +365,7 @@ class FailurePolicy:
     # -- decisions
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
-        """Return the servers to avoid if others remain; ``is_retry``: doubtful servers, too."""
+        """Return the servers to avoid if others remain; ``is_retry``: all that failed lately, too."""
         if now_s >= self.next_sweep_s:
             self.sweep(now_s)
         if not self.doubted:
@@ -454,7 +448,7 @@ class FailurePolicy:
         return decisions
 
     def sweep(self, now_s: float) -> None:
-        """Find silent servers and finished rests."""
+        """Find silent servers, slow servers and finished rests."""
         self.next_sweep_s = now_s + SWEEP_S
         if now_s >= self._next_comparison_s:
             self._next_comparison_s = now_s + SLOW_EVERY_S
@@ -473,6 +467,7 @@ class FailurePolicy:
                 self._update_ejection(record, now_s)
 
     def _mark_slow_servers(self, now_s: float) -> None:
+        """Mark servers ``SLOW`` times slower than the median of their group."""
         self._usual_wait_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._answer_waits]
         for group in {record.group for record in self._records.values()}:
             judged = [record for record in self._get_records(group) if record.answers >= SLOW_ANSWERS]
@@ -485,6 +480,7 @@ class FailurePolicy:
                     record.answers, record.slowness = 0, 0.0
 
     def _check_unanswered(self, record: _ServerRecord, now_s: float) -> None:
+        """Mark an overdue server as quiet, and count its silent requests as failures."""
         oldest = next(iter(record.unanswered.values()))
         since_s = max(oldest.sent_s, record.answered_s, record.metrics_progress_s)
         expected, silent_s = self._expected_s(oldest), now_s - since_s
@@ -500,6 +496,7 @@ class FailurePolicy:
             self._add_failure_if_silent(record, attempts, waited_s, self._silent_after_s(attempt, record), now_s)
 
     def _check_streams(self, record: _ServerRecord, now_s: float) -> None:
+        """Mark a server whose streams stall as quiet, and count lost streams as failures."""
         gap_s = self._stream_gaps.seconds
         stalled_s, lost_s = stalled_after_s(gap_s), lost_after_s(gap_s)
         stalled = {
@@ -532,6 +529,7 @@ class FailurePolicy:
     def _add_failure_if_silent(
         self, record: _ServerRecord, attempts: Attempts, silent_s: float, most_s: float, now_s: float
     ) -> None:
+        """Count a failure after ``most_s`` of silence, and a lost request after twice that."""
         if silent_s <= most_s:
             return
         former, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
@@ -580,6 +578,7 @@ class FailurePolicy:
         return 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers + 1e-9)))
 
     def _update_ejection(self, record: _ServerRecord, now_s: float) -> None:
+        """Eject or return the server, by checks and failures."""
         evidence = record.evidence
         clients = self._count_active_clients(now_s)
         why = evidence.ejects(clients) if evidence else ""

@@ -38,8 +38,7 @@ class SentRequest(NamedTuple):
     """Request whose answer has not begun; ``kind``: one of ``KINDS``."""
 
     sent_s: float
-    estimate_s: float
-    """Time to first token; 0: unknown."""
+    estimate_s: float  # time to first token; 0: unknown
     kind: int
 
 

@@ -1,7 +1,6 @@
 """Access control: CORS for browsers, API keys and quotas for clients.
 
-CORS (Fetch standard) restricts browsers: scripts of another origin may read a response only if its headers allow it.
-Preflights (OPTIONS with ``Access-Control-Request-Method``) carry no key, so they come before the check of keys.
+CORS preflights (OPTIONS with ``Access-Control-Request-Method``) carry no key, so they come before the check of keys.
 """
 
 from __future__ import annotations
@@ -34,19 +33,15 @@ class AccessControl:
         self.keys: ApiKeys | None = None
         self.is_open = True
         self._listen = ""
-        self._strangers: Strangers | None = None
-        """Set on loopback without keys and TLS."""
+        self._strangers: Strangers | None = None  # set on loopback without keys and TLS
 
     @staticmethod
     def read(settings: Settings) -> KeyFile | None:
-        """Read the file of keys, for ``configure``.
-
-        Raises:
-            InvalidInput: it cannot be read.
-        """
+        """Read the file of keys, for ``configure``."""
         return None if settings.door.api_keys is None else read_api_keys(settings.door.api_keys)
 
     def configure(self, settings: Settings, file: KeyFile | None, now_s: float) -> None:
+        """Apply settings. ``file``: API keys; None: none are needed."""
         if file is None:
             self.keys = None
         elif self.keys is None:
@@ -66,6 +61,7 @@ class AccessControl:
         return {} if self.keys is None else self.keys.weights
 
     def refusal(self, request: Incoming) -> ApiError | None:
+        """Return the error of a request that is not allowed; else set its tenant and CORS headers."""
         if self._strangers is not None:
             first = request.headers.first
             why = self._strangers.refusal(first.get(b"host"), first.get(b"origin"))
@@ -115,9 +111,8 @@ class AccessControl:
 
 @dataclass(frozen=True, slots=True)
 class CorsAnswer:
-    headers: tuple[tuple[str, str], ...] = ()
-    """Headers even of errors: else a page cannot read the error."""
-    preflight: bool = False
+    headers: tuple[tuple[str, str], ...] = ()  # headers even of errors: else a page cannot read the error
+    preflight: bool = False  # the request asks for permission only
 
 
 _NO_CORS = CorsAnswer()

@@ -28,15 +28,16 @@ EVENTS_S = 3.0
 
 @dataclass(slots=True)
 class ServerCheck:
+    """Findings about a server."""
+
     name: str
     url: str
-    health: str = ""
+    health: str = ""  # result of each check, in words
     metrics: str = ""
     models: list[str] = field(default_factory=list)
     events: str = ""
-    problems: list[str] = field(default_factory=list)
-    """Reasons why it gets no requests, or its cache stays unknown."""
-    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # reasons why it gets no requests, or its cache stays unknown
+    notes: list[str] = field(default_factory=list)  # minor findings
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,6 +60,8 @@ async def check(settings: Settings, keys: KeyRing | None = None) -> list[ServerC
 
 @dataclass(frozen=True, slots=True)
 class _Target:
+    """Server under test."""
+
     session: aiohttp.ClientSession
     url: str
     access: Access
@@ -158,6 +161,7 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, r
 
 
 async def _settled(feed: Feed) -> None:
+    """Wait until no more batches arrive."""
     loop = asyncio.get_running_loop()
     end_s, before = loop.time() + EVENTS_S, -1
     while loop.time() < end_s:
@@ -168,7 +172,7 @@ async def _settled(feed: Feed) -> None:
 
 
 async def _event_sources(target: _Target) -> str:
-    """Return the endpoints of vLLM (0.32 and later)."""
+    """Return a hint at which addresses vLLM (0.32 and later) publishes."""
     try:
         sources = json.loads(await target.get("/kv_event_sources"))
         endpoints: Sequence[str] = [str(source["endpoint"]) for source in sources]

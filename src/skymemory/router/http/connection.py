@@ -60,8 +60,8 @@ SLICE_BYTES = 16_384
 SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
 CHUNK_FRAMING_BYTES = 12
+# RFC 3986, section 3.2.2.
 _HOST = re.compile(r"(?:\[[0-9A-Za-z:.%_~-]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?")
-"""RFC 3986, section 3.2.2."""
 MAX_FRAMING_BYTES = 16_384
 """Limit of a body's chunk extensions and trailers."""
 
@@ -106,32 +106,27 @@ class Headers(Mapping[str, str]):
 class RequestHandler(Protocol):
     """Handler of a request."""
 
-    def client_gone(self) -> None: ...
+    def client_gone(self) -> None: ...  # it disconnected
 
-    def client_full(self) -> None: ...
+    def client_full(self) -> None: ...  # it does not read its response
 
-    def client_ready(self) -> None: ...
+    def client_ready(self) -> None: ...  # it reads again
 
-    def stop(self) -> None: ...
+    def stop(self) -> None: ...  # the router stops
 
 
 class Application(Protocol):
     """Owner of the connections: limits, and callbacks."""
 
     max_body_bytes: int
-    client_s: float
-    """Time for a request's whole body, and for a client that reads nothing of its response."""
-    head_s: float
-    """Time for a request's head."""
-    least_rate: int
-    """Bytes a second of a body."""
+    client_s: float  # time for a request's whole body, and for a client that reads nothing of its response
+    head_s: float  # time for a request's head
+    least_rate: int  # bytes a second of a body
     keep_alive_s: float
     draining: bool
     table: ConnectionTable[HttpConnection]
-    arriving: HeldBytes[Incoming | HttpConnection]
-    """Request bodies and incomplete heads."""
-    unread: HeldBytes[HttpConnection]
-    """Responses that clients have not read."""
+    arriving: HeldBytes[Incoming | HttpConnection]  # request bodies and incomplete heads
+    unread: HeldBytes[HttpConnection]  # responses that clients have not read
 
     def refusal(self, request: Incoming) -> ApiError | None:
         """Refuse a request by its head."""
@@ -158,24 +153,20 @@ class Incoming:
     # Class attributes as defaults: most requests never set them.
     body: bytes = b""
     body_bytes: int = 0
-    expects_continue: bool = False
-    """True while the client waits for "100 Continue"."""
+    expects_continue: bool = False  # the client waits for "100 Continue"
     is_chunked: bool = False
     chunks: int = 0
     framing_bytes: int = 0
     is_body_complete: bool = False
     response_headers: bytes = b""
     is_preflight: bool = False
-    has_cors: bool = False
-    """True if the router answers CORS, instead of the server."""
-    tenant: Tenant | None = None
-    refusal: ApiError | None = None
+    has_cors: bool = False  # the router answers CORS, instead of the server
+    tenant: Tenant | None = None  # owner of its API key
+    refusal: ApiError | None = None  # answer it with this error
     listener: RequestHandler | None = None
     rate: LeastRate | None = None
-    rated_bytes: int = 0
-    """Bytes of its body that ``rate`` has counted."""
-    is_tracked: bool = False
-    """True while ``arriving`` has it as incomplete."""
+    rated_bytes: int = 0  # bytes of its body that `rate` has counted
+    is_tracked: bool = False  # `arriving` has it as incomplete
     _body_pieces: list[bytes] | None = None
 
     def __init__(
@@ -186,8 +177,7 @@ class Incoming:
         self.headers, self.keep_alive = headers, keep_alive
         self.path = target.partition("?")[0]
         self.remote = connection.remote
-        self.holder = connection.holder
-        """Tenant or client address, whose share of the limits it uses."""
+        self.holder = connection.holder  # tenant or client address, whose share of the limits it uses
         self.began_s = time.monotonic()
 
     def turn_away(self, is_slow: bool) -> None:
@@ -269,8 +259,7 @@ class HttpConnection(asyncio.Protocol):
         self._loop = loop
         self._body_pieces: list[bytes] = []
         self.on_body = self._body_pieces.append  # a C callback: no Python frame per chunk
-        self._headers: list[tuple[bytes, bytes]] = []
-        """Head lines, or trailers."""
+        self._headers: list[tuple[bytes, bytes]] = []  # head lines, or trailers
         self.on_header = native.pairs_into(self._headers)
         self._unparsed_input: memoryview | None = None
         self._target = b""
@@ -279,25 +268,20 @@ class HttpConnection(asyncio.Protocol):
         self._incomplete_request: Incoming | None = None
         self._current_request: Incoming | None = None
         self._pipelined_requests: deque[Incoming] = deque()
-        self._has_started_in_turn = False
-        """True if a request started in this turn; the next waits."""
+        self._has_started_in_turn = False  # a request started in this turn; the next waits
         self._is_reading_paused = False
         self._is_yielding = False
-        self._is_discarding_input = False
-        """True if no further request is read or answered."""
+        self._is_discarding_input = False  # no further request is read or answered
         self.closing = False
-        self.full = False
-        """True while the client does not read its response."""
+        self.full = False  # the client does not read its response
         self.remote = ""
-        self.holder = ""
-        """Client address or IPv6 network, whose share it uses."""
-        self.made = False
-        """True once ``connection_made`` was called: after a TLS handshake."""
+        self.holder = ""  # client address or IPv6 network, whose share it uses
+        self.made = False  # `connection_made` was called: after a TLS handshake
         self.accepted: socket.socket | None = None
         self._seat: Seat[HttpConnection] | None = None
         self._held_head_bytes = 0
+        # Bytes of the current slice; chunks and bytes of bodies in it.
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
-        """Bytes of the current slice; chunks and bytes of bodies in it."""
         self._slice_has_message_end = False
         self._unread_bytes = 0
         self._unread_holder = ""
@@ -392,6 +376,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
+        """Parse input; leave the rest to later turns of the event loop if it has many chunks or requests."""
         while data and not self._is_discarding_input:
             reading = self._incomplete_request
             size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
@@ -465,6 +450,7 @@ class HttpConnection(asyncio.Protocol):
             self._target += target
 
     def on_headers_complete(self) -> None:
+        """Create the request, or refuse it before its body."""
         self._is_in_head = False
         if self._is_discarding_input:
             return
@@ -502,6 +488,7 @@ class HttpConnection(asyncio.Protocol):
                 self._send_continue(request)
 
     def _add_body_pieces(self, request: Incoming | None) -> None:
+        """Add parsed pieces to the body, within the memory limits."""
         pieces = self._body_pieces
         if not pieces:
             self._parsed_bytes = 0
@@ -523,6 +510,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse_incomplete_request(_bodies_too_large())
 
     def on_message_complete(self) -> None:
+        """Pass a complete request on."""
         self._slice_has_message_end = True
         if self._headers:
             self._headers.clear()  # trailers: no known API uses them
@@ -557,6 +545,7 @@ class HttpConnection(asyncio.Protocol):
             self._app.table.move(self._seat, to, time.monotonic())
 
     def evict(self) -> None:
+        """Close at once to free resources; an incomplete request gets 408."""
         self.leave()
         if not self.made:
             self._is_discarding_input = self.closing = True
@@ -655,6 +644,7 @@ class HttpConnection(asyncio.Protocol):
     # same read starts in the next turn of the event loop: a client that pipelines must not delay others.
 
     def _enqueue(self, request: Incoming) -> None:
+        """Start a complete request, or let it wait for earlier responses."""
         if not request.keep_alive:
             self._is_discarding_input = True
         elif len(self._pipelined_requests) == MAX_PIPELINED:
@@ -708,6 +698,7 @@ class HttpConnection(asyncio.Protocol):
         self._enqueue(request)
 
     def _decline_upgrade(self, remainder: bytes) -> bytes | None:
+        """Return the request without its upgrade, to parse it again."""
         request, self._incomplete_request = self._incomplete_request, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # refused
@@ -733,11 +724,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def replace_body(self, request: Incoming, body: bytes) -> None:
-        """Set the decompressed body.
-
-        Raises:
-            ApiError: 503, the memory for bodies is full.
-        """
+        """Set the decompressed body, or raise ``ApiError`` (503) if the memory for bodies is full."""
         if self.closing:
             return  # its memory is no longer counted
         has_room = self._app.arriving.limit.add(request.holder, len(body) - request.body_bytes)
@@ -746,11 +733,7 @@ class HttpConnection(asyncio.Protocol):
             raise _bodies_too_large()
 
     def hold(self, request: Incoming, more_bytes: int) -> None:
-        """Count further memory of a complete request.
-
-        Raises:
-            ApiError: 503, the memory for bodies is full.
-        """
+        """Count further memory of a complete request, or raise ``ApiError`` (503)."""
         has_room = self._app.arriving.limit.add(request.holder, more_bytes)
         request.body_bytes += more_bytes
         if not has_room and not self._make_room(request, request.holder):
@@ -783,6 +766,7 @@ class HttpConnection(asyncio.Protocol):
             self.deadline.set(app.head_s, self._head_timeout)
             return
         self._move_seat(State.BODY)
+        # Arriving bytes move the body's deadline, but not beyond `client_s` after the request's begin.
         now_s = time.monotonic()
         if request.rate is None:
             request.rate = LeastRate(now_s)
@@ -846,6 +830,7 @@ class HttpConnection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def end(self, keep: bool) -> None:
+        """End the response; ``keep`` the connection or close it."""
         request, self._current_request = self._current_request, None
         self._release_body(request)
         if request is not None:
@@ -862,6 +847,7 @@ class HttpConnection(asyncio.Protocol):
             self._wait_for_next_request()
 
     def _wait_for_next_request(self) -> None:
+        """Set the deadline for the next request, or start it if it has arrived."""
         reading = self._incomplete_request
         if reading is not None and reading.expects_continue:
             self._send_continue(reading)
@@ -947,7 +933,7 @@ def _size_of(target: bytes, headers: RawHeaders) -> int:
 
 
 def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
-    """Refuse heads that only the parser accepts."""
+    """Return the error of a head that the parser accepts but the router does not."""
     headers, first = request.headers, request.headers.first
     if request.version not in ("1.1", "1.0"):
         return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0", kind=OF_CLIENT)
@@ -1046,7 +1032,7 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 class MovingTimeout:
-    """A timeout moved by two assignments: its timer is renewed only when it fires too early."""
+    """Timeout that is cheap to move: its timer is renewed only when it fires too early."""
 
     __slots__ = ("_due_s", "_loop", "_on_reached", "_timer")
 

@@ -7,10 +7,8 @@ Every period the servers are sampled, and a decision is executed by draining. A 
     kv_share     reported by the engine; if requests wait at two reports in a row, running plus waiting over running
                  (not with ``overlap``, which waits for prefills)
 
-A decode pool is measured against the minimum time between tokens of a lone request, if known. The part of it which a
-batch shares is learnt from concurrent requests. Each model has its own pool.
-
-After a pause of the router itself streams have piled up: it and the next period do not count.
+A decode pool is measured against the minimum time between tokens of a lone request, if known. Each model has its own
+pool.
 """
 
 from __future__ import annotations
@@ -44,30 +42,31 @@ OUTCOMES = ("done", "called-off", "gone")
 
 @dataclass(slots=True)
 class _Pace:
-    """Figures of a server's tokens and requests; ``seconds`` and ``tokens``: of this period."""
+    """Figures of a server; ``seconds`` and ``tokens`` are this period's."""
 
     seconds: float = 0.0
     tokens: int = 0
-    tbt_s: float = 0.0
-    decoding: int = 0
-    is_steady: bool = False
-    waiting: int = 0
+    tbt_s: float = 0.0  # seconds between tokens, when last measured
+    decoding: int = 0  # requests that decode
+    is_steady: bool = False  # as many as a period ago
+    waiting: int = 0  # requests without room in its last report
     report_at_s: float = -math.inf
-    kv_share: float = 0.0
+    kv_share: float = 0.0  # used part of its KV cache; above 1: requests wait
 
 
 @dataclass(slots=True)
 class _Pool:
+    """Servers of a model, and the controller of their roles."""
+
     controller: PoolController
-    change: tuple[str, Role] | None = None
-    least_tbt_s: dict[int, float] = field(default_factory=dict)
-    """Minimum by concurrent requests."""
+    change: tuple[str, Role] | None = None  # server that drains, and its new role
+    least_tbt_s: dict[int, float] = field(default_factory=dict)  # minimum by concurrent requests
 
     def idle_tbt_s(self) -> float:
         return self.least_tbt_s.get(1, math.inf)
 
     def shared_tbt_s(self) -> float:
-        """Return the part that concurrent requests share."""
+        """Return the part of the time between tokens that concurrent requests share."""
         alone_s = self.idle_tbt_s()
         each_s = [(tbt_s - alone_s) / (count - 1) for count, tbt_s in self.least_tbt_s.items() if count > 1]
         if not each_s or math.isinf(alone_s):
@@ -143,6 +142,7 @@ class ElasticRoles(Collector):
         return moved
 
     def _skip_after_pause(self, now_s: float) -> bool:
+        """Return True if this or the last period is invalid: the event loop stood still."""
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         late = elapsed_s > LATE_PERIODS * self.every_s
@@ -206,6 +206,7 @@ class ElasticRoles(Collector):
         return pace.tbt_s if pace.decoding else 0.0
 
     def _update_kv_share(self, known: KnownServer, pace: _Pace, now_s: float) -> float:
+        """Return the used part of the KV cache, above 1 if requests wait for room."""
         report = known.server.fresh_report(now_s, STALE_S)
         if report is None:
             return 0.0
@@ -218,6 +219,7 @@ class ElasticRoles(Collector):
         return pace.kv_share
 
     def _learn_least_tbt(self, pool: _Pool, samples: Iterable[InstanceSample]) -> None:
+        """Learn the minimum time between tokens by concurrent requests."""
         for sample in samples:
             pace = self._paces[sample.name]
             count, before_s = pace.decoding, pool.least_tbt_s.get(pace.decoding, math.inf)

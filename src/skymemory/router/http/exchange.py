@@ -6,8 +6,6 @@
    request, a retry budget for all.
 4. Then bytes are passed on. A truncated response never looks complete.
 5. The account is closed after the client has its response.
-
-It is a state machine of callbacks, with a task only while a thread reads or translates.
 """
 
 from __future__ import annotations
@@ -79,8 +77,8 @@ _HOP_BY_HOP = frozenset(
 _OF_BODY = frozenset(b"host content-length content-encoding expect x-forwarded-for http2-settings".split())
 _NOT_TO_SERVERS = _HOP_BY_HOP | _OF_BODY | {_DECISION}
 _NOT_TO_SERVERS_WITHOUT_KEY = _NOT_TO_SERVERS | {b"authorization", b"x-api-key"}
+# Headers left out of translated requests: the router itself reads the response.
 _READ_HERE = frozenset((b"accept-encoding", b"anthropic-version", b"anthropic-beta"))
-"""Headers left out of translated requests: the router itself reads the response."""
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
 # If the router answers CORS, a server's own CORS headers could contradict it.
 _CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
@@ -106,14 +104,14 @@ class RequestLog:
     """Result of a request, for log, metrics and quotas."""
 
     # Class attributes as defaults: most requests never set them.
-    decision: Decision | None = None
-    prefill: Decision | None = None
+    decision: Decision | None = None  # the answering server
+    prefill: Decision | None = None  # the prefill server, if another
     ttft_s: float | None = None
     usage: Usage | None = None
-    streamed_tokens: int = 0
+    streamed_tokens: int = 0  # lower bound of a stream without usage
     retries: int = 0
     bytes_out: int = 0
-    lease: QuotaLease | None = None
+    lease: QuotaLease | None = None  # charge to the tenant's quota
 
     def __init__(self, began_s: float, outcome: str = "", status: int = 0, why: str = "") -> None:
         self.began_s, self.outcome, self.status, self.why = began_s, outcome, status, why
@@ -132,18 +130,16 @@ class Exchanges:
     pools: Pools
     metrics: ProxyMetrics
     deferred: DeferredWork
-    alone: Scheduler | None = None
-    """Scheduler of requests not split into prefill and decode."""
+    alone: Scheduler | None = None  # scheduler of requests not split into prefill and decode
     room: WaitingRoom | None = None
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
     turns: Turns = field(default_factory=Turns)
+    # Texts of streams that could be continued.
     kept_text: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_KEPT_BYTES))
-    """Texts of streams that could be continued."""
     random: Random = field(default_factory=Random)
-    on_tokens: Callable[[str, int, float], None] | None = None
-    """Called with server, output tokens and their seconds."""
+    on_tokens: Callable[[str, int, float], None] | None = None  # called with server, output tokens and their seconds
 
 
 class ExchangeState(Enum):
@@ -152,8 +148,7 @@ class ExchangeState(Enum):
     A transition not in ``allowed`` is a fault of the router, and ends this request alone (``_on_exception``).
     """
 
-    allowed: tuple[ExchangeState, ...]
-    """States that may follow."""
+    allowed: tuple[ExchangeState, ...]  # states that may follow
 
     READING = "the prompt is read, in a thread if it takes long"
     QUEUED = "it waits for a server with room"
@@ -213,6 +208,7 @@ class Exchange(Attempts):
     # -- reading the prompt
 
     def begin(self) -> None:
+        """Read the prompt, in a thread if that takes long, and start the request."""
         incoming = self.incoming
         packed = incoming.headers.first.get(b"content-encoding", b"")
         if packed:
@@ -228,7 +224,7 @@ class Exchange(Attempts):
     @property
     def _has_tokens(self) -> bool:
         path = self.incoming.path
-        if self._shared.settings.prompts.tokenizer is None:
+        if not self._shared.reader.has_tokenizer:
             return path in API_PATHS and len(self.incoming.body) >= IN_THREAD_BYTES
         return path in PROMPT_PATHS
 
@@ -243,7 +239,7 @@ class Exchange(Attempts):
             try:
                 request = self._read_prompt(MAX_NEW_LETTERS, is_counted=True)
             except TooMuchNewText:
-                pass
+                pass  # a thread tokenizes it
             except ApiError as error:
                 self._answer_error(error)
                 return
@@ -284,6 +280,7 @@ class Exchange(Attempts):
     # -- picking and sending
 
     def _start_request(self, read: Request | None = None) -> None:
+        """Charge the quota, then send or queue the request. ``read``: None if it is still to be read."""
         shared, incoming = self._shared, self.incoming
         self._scheduler = shared.scheduler
         try:
@@ -345,6 +342,7 @@ class Exchange(Attempts):
     # -- attempts
 
     def _try_to_send(self, before: ScheduledRequest | None) -> None:
+        """Send the request to the best server, or answer an error. ``before``: the last placement."""
         try:
             self._enter_state(ASKING)
             self._send_to_server(self._place_or_raise(before))
@@ -377,11 +375,7 @@ class Exchange(Attempts):
         return placement
 
     def _pick_server(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
-        """Choose an untried server.
-
-        Raises:
-            NoServer: none takes requests.
-        """
+        """Choose an untried server, or raise ``NoServer``."""
         avoid = self._get_avoided_servers(now_s)
         able = self._shared.backends.able(
             self._request, self._tried_servers, self._shared.settings.limits.max_waiting, avoid
@@ -412,11 +406,7 @@ class Exchange(Attempts):
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD", self._sends)
 
     def _send_translated(self, server: str) -> None:
-        """Send the request as a chat completion.
-
-        Raises:
-            ApiError: 400, a chat completion cannot express it.
-        """
+        """Send the request as a chat completion, or raise ``ApiError`` (400)."""
         incoming = self.incoming
         if is_read_in_loop(incoming.body):
             self._ask_translated(server, Translation(incoming.path, incoming.body))
@@ -444,6 +434,7 @@ class Exchange(Attempts):
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _send_translated_if_missing(self, head: ResponseHead) -> bool:
+        """Return True if it is sent again as a chat completion, since the engine lacks its API."""
         incoming, account = self.incoming, self._account
         if account is None:
             return False
@@ -546,7 +537,7 @@ class Exchange(Attempts):
         self._backoff_timer = None
         if is_paid or self._take_from_budget(fault, server):
             self._send_again()
-        elif RULES[fault].backs_off and number < MOST_BACKOFFS:
+        elif RULES[fault].backs_off and number < MOST_BACKOFFS:  # `number`: of the back-off
             # Meanwhile the server's check may end: if it finds the server dead, retries are free of the budget.
             self._back_off(server, fault, number + 1, is_paid)
         else:
@@ -567,6 +558,7 @@ class Exchange(Attempts):
         return ApiError(status, f"no answer from server {self._log.why}{more}", retry_after_s=retry_after_s)
 
     def _requeue(self, room: WaitingRoom, why: str) -> None:
+        """Queue the request again: all servers are full."""
         account = self._account
         assert account is not None
         self._log.why = f"{account.decision.server}: {why}"
@@ -578,6 +570,7 @@ class Exchange(Attempts):
         self._wait_for_room(room)
 
     def move_on(self, server: str, why: str) -> None:
+        """Leave an ejected server for another."""
         account = self._account
         if self._state is ENDED or account is None or account.decision.server != server:
             return
@@ -700,6 +693,7 @@ class Exchange(Attempts):
     # -- streaming
 
     def _begin_response(self, piece: bytes, at_end: bool) -> None:
+        """Send the head and first piece to the client; then no attempt can be repeated unseen."""
         response, account, result, incoming = self._response_head, self._account, self._log, self.incoming
         assert response is not None and account is not None
         headers, first, now_s = response.headers, response.headers.first, time.monotonic()
@@ -745,6 +739,7 @@ class Exchange(Attempts):
             self._shared.room.poll()
 
     def _send_to_client(self, piece: bytes, at_end: bool, head: bytes = b"") -> None:
+        """Pass on a piece; a stream that fails or ends early is continued elsewhere."""
         response, result, connection, reader = (
             self._response_head,
             self._log,
@@ -793,7 +788,7 @@ class Exchange(Attempts):
     def _on_answer_ended_early(self, piece: bytes, head: bytes) -> None:
         account, stream = self._account, self._continuation
         assert account is not None
-        self._continuation = self._call = None
+        self._continuation = self._call = None  # the piece has passed through it already
         if head or piece:
             self._send_to_client(piece, False, head)
         self._continuation = stream
@@ -858,15 +853,12 @@ class Exchange(Attempts):
             self._send_to_client(withheld, at_end)
 
     def _place_continuation(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
-        """Place the continuation of a stream.
-
-        Raises:
-            NoServer: no server can continue it.
-        """
+        """Place the continuation of a stream, or raise ``NoServer``."""
         able = self._shared.backends.able(self._request, self._tried_servers, 0, self._get_avoided_servers(now_s))
         return self._scheduler.place_again(before, now_s, self._get_servers_for_continuation(able, continuation))
 
     def _get_servers_for_continuation(self, able: Collection[str] | None, continuation: Rest) -> Collection[str] | None:
+        """Return servers that can continue the stream; a chat needs certain engines."""
         if not continuation.by_chat:
             return able
         known = self._shared.backends.known
@@ -891,6 +883,7 @@ class Exchange(Attempts):
         self._call = pool.ask(self, head, continuation.body, True, self._sends)
 
     def _on_continuation_begins(self, head: ResponseHead) -> None:
+        """Check the head of a stream's new server; the client has a head already."""
         account, first = self._account, head.headers.first
         assert account is not None
         is_stream = first.get(b"content-type", b"").startswith(_EVENT_STREAM)
@@ -973,6 +966,7 @@ class Exchange(Attempts):
         self._end_exchange()
 
     def _drop_call(self) -> None:
+        """Abort the call, back-off or translation in progress."""
         call, self._call = self._call, None
         if self._backoff_timer is not None:
             self._backoff_timer.cancel()
@@ -1119,6 +1113,7 @@ def _key_of_messages(headers: Headers) -> bytes:
 def headers_for_server(
     headers: Headers, client: str, without_key: bool = False, without: frozenset[bytes] = frozenset()
 ) -> bytes:
+    """Return the headers to forward. ``without_key``: drop the client's API key."""
     left_out = _NOT_TO_SERVERS_WITHOUT_KEY if without_key else _NOT_TO_SERVERS
     if without:
         left_out = left_out | without

@@ -58,6 +58,7 @@ class HealthWatch:
             wanted.set()
 
     def follow(self) -> None:
+        """Start and stop tasks, so that each current server is checked."""
         if self._review_timer is None:
             self._schedule_review()
         wanted = set(self._backends.known.values())
@@ -105,6 +106,7 @@ class HealthWatch:
             log.exception("review of servers")
 
     async def _check_forever(self, known: KnownServer) -> None:
+        """Check a server periodically or when wanted, and read its models."""
         models_due_s = 0.0
         wanted = self._wanted_checks.setdefault(known.backend.name, asyncio.Event())
         while True:

@@ -1,7 +1,6 @@
 """The proxy's listening sockets.
 
-A connection counts from its accept, not from the end of its TLS handshake, so that another can be closed in time; at
-most ``ACCEPTS`` are accepted per turn.
+A connection counts from its accept, not from the end of its TLS handshake, so that another can be closed in time.
 """
 
 from __future__ import annotations
@@ -32,6 +31,9 @@ class Listener:
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
+        """Create it. ``admit`` takes a connection and its address, and may evict connections; ``handshake_s`` limits
+        TLS.
+        """
         self._connection = connection
         self._admit = admit
         self._context = context

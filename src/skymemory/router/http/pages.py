@@ -98,12 +98,7 @@ def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -
 
 
 async def _get(page: _Page, response: _PageResponse, timeout_s: float) -> None:
-    """Wait for the complete response.
-
-    Raises:
-        TimeoutError: none within ``timeout_s``.
-        UpstreamError: no connection, or no complete response.
-    """
+    """Wait for the complete response, or raise ``TimeoutError`` or ``UpstreamError``."""
     call = page.pool.ask(response, page.head, b"")
     timeout = asyncio.get_running_loop().call_later(timeout_s, response.expire)
     try:
@@ -117,6 +112,8 @@ async def _get(page: _Page, response: _PageResponse, timeout_s: float) -> None:
 
 
 class _PageResponse:
+    """Receiver of a page, until ``ended``."""
+
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:

@@ -36,8 +36,7 @@ requests_log = logging.getLogger("skymemory.router.requests")
 JSON = b"Content-Type: application/json\r\n"
 METRICS_TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 MAX_UNREAD_BYTES = 256 << 20
-_MAX_SKIPPED_IDLE = 8
-"""Idle connections that an eviction may skip: their next request has arrived."""
+_MAX_SKIPPED_IDLE = 8  # idle connections that an eviction may skip: their next request has arrived
 _MAX_FREED_FILES = 4
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 
@@ -56,12 +55,11 @@ class Proxy:
         settings = exchanges.settings
         self.draining = False
         self._last_call_s = math.inf
-        self.connections: dict[HttpConnection, None] = {}
-        """Oldest first."""
+        self.connections: dict[HttpConnection, None] = {}  # oldest first
         self.table: ConnectionTable[HttpConnection] = ConnectionTable(LEAST_CONNECTIONS)
         self.arriving: HeldBytes[Incoming | HttpConnection] = HeldBytes(0)
         self.unread: HeldBytes[HttpConnection] = HeldBytes(MAX_UNREAD_BYTES)
-        self._request_slots = SharedLimit(0)
+        self._request_slots = SharedLimit(0)  # requests in flight
         self.metrics = exchanges.metrics
         self.backends = exchanges.backends
         self._scheduler = exchanges.scheduler
@@ -148,6 +146,7 @@ class Proxy:
             (connection if seat is None else seat.owner).evict()
 
     def close_idle(self) -> None:
+        """Free open files by evicting connections."""
         now_s = time.monotonic()
         for _ in range(_MAX_FREED_FILES):
             seat = self.table.victim(now_s)
@@ -205,6 +204,7 @@ class Proxy:
         return paths.goes_to_server(path, self.settings.unknown_paths == BY_LOAD)
 
     def _forward(self, request: Incoming) -> None:
+        """Pass a request on, unless it loops or too many are in flight."""
         if b"via" in request.headers.first and (looped := self._exchanges.via.refusal(request.headers)) is not None:
             self.refuse(request, looped)
             return
@@ -295,6 +295,7 @@ class Proxy:
         return able > 0 and not self.draining, reasons
 
     async def _answer_models(self, request: Incoming, which: str) -> None:
+        """Answer ``/v1/models``, or its entry ``which``."""
         silent = [known for known in self.backends.known.values() if known.server.takes_requests and not known.models]
         answers = await asyncio.gather(*(self._health.models_of(known) for known in silent), return_exceptions=True)
         for known, listed in zip(silent, answers, strict=True):

@@ -4,8 +4,7 @@ As in llm-d's sidecar, ``x-prefiller-host-port`` (later ``x-llm-d-prefiller-host
 prefills, the others are fallbacks (llm-d uses only one); the local engine answers. The older header wins: pickers of
 all releases remove it from client requests. Other requests go to the local engine, except the sidecar's pages.
 
-Only allowed hosts may be named (``prefillers``), else 403. ``x-data-parallel-host-port``, deprecated by llm-d, is
-ignored.
+Only allowed hosts may be named (``prefillers``), else 403.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ _DATA_PARALLEL = b"x-data-parallel-host-port"
 
 
 class NamedPrefillers:
+    """Prefill servers that requests have named; beyond ``MAX_KNOWN`` the longest unused is removed."""
+
     def __init__(self, picker: Picker, pools: Pools, metrics: ProxyMetrics) -> None:
         self._picker = picker
         self._pools = pools
@@ -116,6 +117,7 @@ class SidecarExchange(TwoStepExchange):
         return 0  # the picker has decided, and counts a prefill if it named a server
 
     def _split_if_possible(self) -> None:
+        """Split only if the request names a prefill server other than the local engine."""
         local = {known.backend.url for known in self._shared.backends.known.values()}
         if not self._named_prefillers or any(
             f"http://{host_port(*named)}" in local for named in self._named_prefillers[:1]

@@ -20,10 +20,11 @@ _OF_BODY = frozenset((b"content-length", b"content-type", b"content-encoding", b
 
 
 class MissingApis:
+    """Record of servers that lack an API, whose requests are translated."""
+
     def __init__(self) -> None:
         self._missing_until_s: dict[tuple[str, str], float] = {}
-        self._served_apis: set[tuple[str, str]] = set()
-        """APIs that have answered: a 404 concerns a model."""
+        self._served_apis: set[tuple[str, str]] = set()  # APIs that have answered: a 404 concerns a model
 
     def is_missing(self, server: str, path: str, now_s: float) -> bool:
         until_s = self._missing_until_s.get((server, path))

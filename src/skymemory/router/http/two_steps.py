@@ -76,8 +76,7 @@ class TwoStepExchange(Exchange):
     """
 
     _left_out_headers = PREFILLER_HEADERS
-    _split_fields: Fields | None = None
-    """Body fields of a split request."""
+    _split_fields: Fields | None = None  # body fields of a split request
     _prefill_call: _PrefillCall | None = None
     _kv_transfer_params: msgspec.Raw | None = None
     _prefill_retries = 0
@@ -87,12 +86,12 @@ class TwoStepExchange(Exchange):
     _wants_stream = False
     _request_id = b""
     _prefill_usage: Usage | None = None
-    _last_tokens_s: float | None = None
-    """Time of its last tokens; unstreamed: start of decoding."""
+    _last_tokens_s: float | None = None  # time of its last tokens; unstreamed: start of decoding
 
     # -- the pair
 
     def _pick_server(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
+        """Choose a pair, or a single server if the request cannot or need not be split."""
         shared, request = self._shared, self._request
         if before is None and self._scheduler is shared.scheduler:
             self._split_if_possible()
@@ -174,6 +173,7 @@ class TwoStepExchange(Exchange):
         self._prefill_call.ask(pool, head, body, self._prefill_sends)
 
     def prefill_answered(self, server: str, head: ResponseHead, body: bytes) -> None:
+        """Decode, try another prefill server, or end the request."""
         status = head.status
         if not 200 <= status < 300:
             is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE and not refuses_params(body)
@@ -252,6 +252,7 @@ class TwoStepExchange(Exchange):
             self._send_prefill(account)
 
     def _continue_without_prefill(self) -> None:
+        """Let the decode server compute the prompt, or fail if the settings forbid that."""
         shared, account, result = self._shared, self._pair, self._log
         account.prefill_lost(time.monotonic())
         if self._state is STREAMING:
@@ -266,6 +267,7 @@ class TwoStepExchange(Exchange):
         self._continue_with_decode(account, None)
 
     def _continue_with_decode(self, account: PairAccount, params: msgspec.Raw | None) -> None:
+        """Send the decode step, unless it is under way already. ``params``: None without a prefill."""
         if self._shared.room is not None:
             self._shared.deferred.run(self._shared.room.poll)  # a prefill server has room now
         self._kv_transfer_params = params
@@ -284,6 +286,7 @@ class TwoStepExchange(Exchange):
             account.first_byte(self._last_tokens_s)
 
     def _answer_client_error(self, server: str, head: ResponseHead, body: bytes) -> None:
+        """Give the client the prefill server's error, which its request caused."""
         self._prefill_call = None
         self._shared.backends.on_answer(self, server, time.monotonic(), is_good=False)
         self._shared.metrics.prefilled(server, "client-error")
@@ -318,12 +321,13 @@ class TwoStepExchange(Exchange):
         self._response_head, self._log.decision, self._answer_fault = None, account.decision, None
         kind = DECODED if self._wants_stream else WHOLE
         shared.backends.policy.on_sent(self, account.decision.server, time.monotonic(), 0.0, kind)
-        if self._prefill_call is None and not self._wants_stream:
+        if self._prefill_call is None and not self._wants_stream:  # no first byte will show that it decodes
             self._last_tokens_s = time.monotonic()
             account.first_byte(self._last_tokens_s)
         self._call = pool.ask(self, self._get_request_head(pool, body, self._left_out_headers), body, True, self._sends)
 
     def _begin_response(self, piece: bytes, at_end: bool) -> None:
+        """Pass the response on; a server that refuses ``kv_transfer_params`` is asked again without them."""
         head = self._response_head
         has_params = self._split_fields is not None and self._kv_transfer_params is not None
         may_do_without = has_params and self._shared.settings.disaggregation.fallback
@@ -375,7 +379,7 @@ class TwoStepExchange(Exchange):
         self._send_decode(account)
 
     def _place_continuation(self, before: ScheduledRequest, continuation: Rest, now_s: float) -> ScheduledRequest:
-        """Place the continuation at a single server: the KV values went to the failed server."""
+        """Place a broken stream's continuation at a single server: the KV values went to the failed server."""
         if self._split_fields is not None:
             prefill, self._prefill_call = self._prefill_call, None
             if prefill is not None:
@@ -406,6 +410,7 @@ class TwoStepExchange(Exchange):
         on_tokens, account, reader = self._shared.on_tokens, self._account, self._usage_reader
         if on_tokens is None or account is None or reader is None or not reader.streams:
             return
+        # Report the decode server's speed: an event is about a token.
         events = piece.count(b"\n\n") - piece.count(b"data: [DONE]")
         if events > 0:
             since_s, self._last_tokens_s = self._last_tokens_s, time.monotonic()
@@ -422,6 +427,7 @@ class TwoStepExchange(Exchange):
         super()._close_account()
         on_tokens, account, usage, since_s = self._shared.on_tokens, self._account, self._log.usage, self._last_tokens_s
         is_unstreamed = self._split_fields is not None and not self._wants_stream
+        # Report the decode server's speed; of a stream, `_send_to_client` does.
         if (
             is_unstreamed
             and on_tokens is not None

@@ -38,15 +38,15 @@ JOIN_BYTES = 65_536
 
 
 class UpstreamError(Exception):
-    """No response, or an incomplete response. ``cause`` becomes ``__cause__``: the error is seldom raised."""
+    """Missing or incomplete response of a server."""
 
     def __init__(
         self, why: str, *, connected: bool = True, refused: bool = False, cause: BaseException | None = None
     ) -> None:
         super().__init__(why)
-        self.__cause__ = cause
-        self.connected = connected
-        self.refused = refused
+        self.__cause__ = cause  # set here, since the error is seldom raised
+        self.connected = connected  # False: no connection was made
+        self.refused = refused  # nothing listens there
 
 
 class ResponseHead:
@@ -80,7 +80,7 @@ class ResponseHead:
 
 
 class Receiver(Protocol):
-    """Callbacks; the last call is ``response_failed``, or ``response_data`` with ``ended``."""
+    """Callbacks; the last call is ``response_failed``, or ``response_data`` with ``at_end``."""
 
     def response_begins(self, head: ResponseHead) -> None: ...
 
@@ -91,12 +91,14 @@ class Receiver(Protocol):
 
 @dataclass(slots=True, eq=False)
 class UpstreamCall:
+    """A request to a server, and the receiver of its response."""
+
     pool: Pool
     receiver: Receiver | None
-    head: bytes
+    head: bytes  # request line and headers
     body: bytes
-    has_body: bool
-    sends: Sends
+    has_body: bool  # the response may have a body
+    sends: Sends  # limit of sends, including other servers'
     connection: UpstreamConnection | None = None
 
     def connect(self) -> None:
@@ -140,13 +142,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
         self._is_paused_by_caller = self._is_yielding = False
-        self.gone = False
-        """True if it can carry no further request."""
+        self.gone = False  # it can carry no further request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def ask(self, call: UpstreamCall, is_new: bool) -> None:
+        """Send a request. A failed kept connection (not ``is_new``) is replaced."""
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
             self._resend_or_fail(call, is_new, UpstreamError("it closed the connection before the first byte"))
@@ -210,7 +212,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._deliver(call, receiver)
 
     def _yield_to_loop(self) -> None:
-        """Read no more in this turn of the event loop, which would else read up to 8 MB from a fast server."""
+        """Read no more in this turn of the event loop, which would else read up to 8 MB."""
         if not self._is_yielding and not self._is_paused_by_caller and self._transport is not None:
             self._is_yielding = True
             self._transport.pause_reading()
@@ -242,6 +244,7 @@ class UpstreamConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Report the end of an answer without length, or a failure."""
         self.gone = True
         del self._parser  # it refers to this object, which refers to the buffers of TLS
         call, self._call = self._call, None
@@ -377,14 +380,14 @@ class Pool:
         self._name = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = access.tls or (ssl.create_default_context() if parts.scheme == "https" else None)
+        # Header line with the server's key; empty: the client's is passed on.
         self.authorization = b"Authorization: Bearer %s\r\n" % access.key.encode("ascii") if access.key else b""
-        """Header line with the server's key; empty: the client's is passed on."""
-        self._idle: deque[tuple[float, UpstreamConnection]] = deque()
+        self._idle: deque[tuple[float, UpstreamConnection]] = deque()  # since when, oldest first
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.on_files_short: Callable[[], None] = lambda: None
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting_calls: deque[UpstreamCall] = deque()
+        self._waiting_calls: deque[UpstreamCall] = deque()  # beyond `MAX_CONNECTING`
 
     def ask(
         self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None

@@ -1,7 +1,6 @@
 """The Via header (RFC 9110, section 7.6.3), to detect loops.
 
-Routers that name each other as servers would forward a request until no file handle is left. So each adds its name and
-refuses a request that has it.
+Routers that name each other as servers would forward a request forever.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ MAX_HOPS = 32
 
 
 class Via:
+    """``Via`` header of this router, to detect requests that come back."""
+
     def __init__(self) -> None:
+        # Random: routers must differ, and clients should not see host names.
         self.name = b"skymemory-" + secrets.token_hex(6).encode()
-        """Random: routers must differ, and clients should not see host names."""
         self.lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
 
     def refusal(self, headers: Headers) -> ApiError | None:

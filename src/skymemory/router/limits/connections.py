@@ -2,15 +2,10 @@
 
 A full table closes the first seat in this order; within a state, the oldest seat of the address with the most seats:
 
-1. ``HEAD`` for ``LATE_S``: no complete head, or no TLS handshake;
-2. ``IDLE``: after a single request;
-3. ``KEPT``: idle after several requests;
-4. ``UNREAD`` for ``LATE_S``;
-5. ``BODY`` for ``LATE_S``: incomplete;
+1. ``HEAD`` for ``LATE_S``; 2. ``IDLE``; 3. ``KEPT``; 4. ``UNREAD`` for ``LATE_S``; 5. ``BODY`` for ``LATE_S``;
 6. any other ``HEAD``, ``BODY``, ``UNREAD``.
 
-``BUSY`` seats, whose requests are at servers, are never closed. All steps take (amortized) constant time: kept seats
-only change fields, and ``victim`` corrects their queue.
+``BUSY`` seats are never closed. All steps take amortized constant time.
 """
 
 from __future__ import annotations
@@ -27,12 +22,14 @@ LATE_S = 1.0
 
 
 class State(IntEnum):
-    HEAD = 0
-    IDLE = 1
-    KEPT = 2
-    UNREAD = 3
-    BODY = 4
-    BUSY = 5
+    """State of a client's connection, which decides about its eviction."""
+
+    HEAD = 0  # in the TLS handshake or a request's head, or closing
+    IDLE = 1  # after a single request
+    KEPT = 2  # idle after several requests
+    UNREAD = 3  # the client does not read its response
+    BODY = 4  # in a request's body
+    BUSY = 5  # its request is at a server: it is never evicted
 
 
 _KEPT = State.KEPT
@@ -50,18 +47,18 @@ _EVICTION_ORDER = (
 
 @dataclass(slots=True, eq=False)
 class Seat(Generic[Owner]):
-    owner: Owner
-    holder: Hashable
+    """Entry of a connection in a ``ConnectionTable``, which evicts some."""
+
+    owner: Owner  # the connection
+    holder: Hashable  # the client's address, which has a share of the table
     state: State = State.HEAD
-    has_served: bool = False
-    is_busy: bool = False
-    """True while its request is at a server; its queue may lag."""
-    since_s: float = 0.0
-    """Time of its last ``mark_idle``."""
+    has_served: bool = False  # it has answered a request
+    is_busy: bool = False  # its request is at a server; `state` is corrected only when its queue is searched
+    since_s: float = 0.0  # time at which it last became idle
 
 
 class _Queues(Generic[Owner]):
-    """Seats of one state, by holder, with the time at which they came."""
+    """Seats of one state: a queue per holder, with times of entry."""
 
     __slots__ = ("_by_holder", "_shares")
 
@@ -102,7 +99,7 @@ class ConnectionTable(Generic[Owner]):
         return seat
 
     def move(self, seat: Seat[Owner], to: State, now_s: float) -> None:
-        """Put the connection at the end of the queue of another state; BUSY connections are in none."""
+        """Put a seat at the end of the queue of another state; BUSY seats are in none."""
         state = seat.state
         seat.is_busy = False
         if state is to:
@@ -138,6 +135,7 @@ class ConnectionTable(Generic[Owner]):
         return None
 
     def _get_first(self, state: State) -> tuple[Seat[Owner], float] | None:
+        """Return a state's first seat and since when it waits; correct outdated seats."""
         queue = self._queues[state]
         while (first := queue.first()) is not None:
             seat, since_s = first

@@ -1,8 +1,7 @@
 """Return of free memory to the system.
 
-The C library keeps what was freed between objects that live: after thousands of TLS connections, or one large prompt,
-hundreds of megabytes. ``malloc_trim`` (glibc) returns them; it looks through the whole heap, so it runs in a thread,
-when the process has grown, and ever more rarely while it returns little.
+The C library keeps what was freed between objects that live, which may be hundreds of megabytes. ``malloc_trim``
+(glibc) returns it, but looks through the whole heap.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ LOOK_S = 1.0
 
 
 class TrimTimes:
-    """Decides when to trim."""
+    """Decision when to return freed memory to the system: after growth, ever more rarely while it returns little."""
 
     def __init__(self) -> None:
-        self._last_bytes = 0
-        self._least_bytes: float = float("inf")
+        self._last_bytes = 0  # resident memory after the last trim
+        self._least_bytes: float = float("inf")  # the smallest of these
         self._next_s = self._wait_s = 0.0
 
     def is_due(self, resident_bytes: int, now_s: float) -> bool:
@@ -41,7 +40,7 @@ class TrimTimes:
 
 @contextmanager
 def trimmed_heap() -> Iterator[None]:
-    """Trim the heap of this process from time to time. Do nothing where the C library cannot."""
+    """Return freed memory to the system (``malloc_trim``) from a thread. Do nothing where the C library cannot."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not os.path.exists("/proc/self/statm"):
         yield

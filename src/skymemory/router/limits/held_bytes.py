@@ -31,8 +31,8 @@ class Victim(NamedTuple, Generic[Item]):
 
 @dataclass(slots=True)
 class _Incomplete(Generic[Item]):
+    # Time and bytes of each item's last progress, earliest first.
     marks: dict[Item, tuple[float, int]] = field(default_factory=dict)
-    """Time and bytes of each item's last progress, earliest first."""
     sizes: Shares[Item] = field(default_factory=Shares)
 
 
@@ -47,7 +47,7 @@ class HeldBytes(Generic[Item]):
         return self.limit.held
 
     def track(self, item: Item, holder: Hashable, item_bytes: int, now_s: float) -> None:
-        """Record an incomplete item. Its bytes are counted by ``limit.change``."""
+        """Record an incomplete item, a possible victim. ``limit.change`` counts its bytes."""
         incomplete = self._incomplete.get(holder)
         if incomplete is None:
             incomplete = self._incomplete[holder] = _Incomplete()
@@ -73,7 +73,7 @@ class HeldBytes(Generic[Item]):
             del self._incomplete[holder]
 
     def victim(self, holder: Hashable, now_s: float) -> Victim[Item] | None:
-        """Return the item to drop; None: refuse the new bytes."""
+        """Return the item to drop so that ``holder`` gets memory; None: refuse its new bytes."""
         for candidate in (holder, self._holders.heaviest()):
             items = self._incomplete.get(candidate)
             if items is not None:

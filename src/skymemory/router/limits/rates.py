@@ -6,7 +6,7 @@ GRACE_S = 20.0
 
 
 class LeastRate:
-    """A deadline that every byte extends by ``1 / rate`` seconds, to at most ``GRACE_S`` from now."""
+    """Deadline against slow senders: every byte extends it by ``1 / rate`` seconds, to at most ``GRACE_S`` from now."""
 
     __slots__ = ("due_s",)
 

@@ -11,14 +11,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Shares(Generic[Key]):
-    """Amounts by key, and in constant time a heaviest key, exact to a factor of two (levels by bit length)."""
+    """Amounts by key. ``heaviest`` takes constant time and is exact to a factor of two (levels by bit length)."""
 
     __slots__ = ("_amounts", "_levels", "_occupied")
 
     def __init__(self) -> None:
         self._amounts: dict[Key, int] = {}
-        self._levels: list[dict[Key, None]] = []
-        self._occupied = 0
+        self._levels: list[dict[Key, None]] = []  # keys by the bit length of their amounts
+        self._occupied = 0  # bit mask of the levels with keys
 
     def of(self, key: Key) -> int:
         return self._amounts.get(key, 0)
@@ -27,6 +27,7 @@ class Shares(Generic[Key]):
         return len(self._amounts)
 
     def change(self, key: Key, by: int) -> None:
+        """Add ``by`` to a key's amount."""
         before = self._amounts.get(key, 0)
         now = before + by
         if now > 0:
@@ -54,9 +55,9 @@ class Shares(Generic[Key]):
 
 
 class SharedLimit:
-    """A limit of which a holder may have at most ``PART`` times the free amount.
+    """A limit of which a holder may have at most ``PART`` times the free amount (a dynamic threshold).
 
-    A single holder gets four fifths, two get four ninths each (a dynamic threshold, as in shared buffers of switches).
+    A single holder gets four fifths, two get four ninths each.
     """
 
     PART = 4
@@ -76,7 +77,7 @@ class SharedLimit:
         return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
 
     def add(self, holder: Hashable, amount: int) -> bool:
-        """Add an amount in any case. Return True if there was room."""
+        """Add an amount even beyond the limit; return True if there was room."""
         free, holder_amount = self.most - self.held, self._by_holder.get(holder, 0)
         self.held += amount
         if holder_amount + amount:
@@ -86,7 +87,7 @@ class SharedLimit:
         return amount <= free and holder_amount < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
-        """Add 1 if there is room."""
+        """Add 1 and return True, if there is room."""
         free = self.most - self.held
         holder_amount = self._by_holder.get(holder, 0)
         if free < 1 or holder_amount >= self.PART * free:
@@ -106,7 +107,7 @@ class SharedLimit:
 
 @lru_cache(maxsize=4096)
 def holder_of(address: str) -> str:
-    """Return the address, or its /64 in IPv6, which a host owns."""
+    """Return whose share a client uses: its address, or its /64 in IPv6, which a host owns."""
     if ":" not in address:
         return address
     try:

@@ -25,7 +25,7 @@ class Strangers:
         self._allowed_hosts: set[bytes] = set()
 
     def refusal(self, host: bytes | None, origin: bytes | None) -> str | None:
-        """Return the reason to refuse; None: allowed."""
+        """Return the reason to refuse a request; None: allowed."""
         if host is not None and host not in self._allowed_hosts:
             if not self._is_own_name(_name_of(host)):
                 return (
@@ -42,6 +42,7 @@ class Strangers:
         )
 
     def _is_own_name(self, name: str) -> bool:
+        """Return True for a name that no stranger can own."""
         if ANY in self._hosts or name in self._hosts or "." not in name or name.endswith(_RESERVED):
             return True
         try:
@@ -51,6 +52,7 @@ class Strangers:
         return True
 
     def _is_origin_allowed(self, origin: bytes, host: bytes | None) -> bool:
+        """Return True for own pages, pages of this computer, programs, and origins that CORS allows."""
         words = origin.decode("latin-1").strip()
         if ANY in self._origins or words in self._origins:
             return True

@@ -18,8 +18,8 @@ class Turns:
         self._is_busy = False
 
     async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
-        """Run ``work`` at the holder's turn. The next job waits for its end even if it is cancelled, since it holds
-        memory.
+        """Run ``work`` in the thread at the holder's turn. The next job waits for its end even if it is cancelled,
+        since it holds memory.
         """
         loop = asyncio.get_running_loop()
         await self._wait_for_turn(holder, loop)
@@ -40,6 +40,7 @@ class Turns:
             del job  # its exception holds this frame: the cycle would keep the job's memory
 
     async def _wait_for_turn(self, holder: Hashable, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for the holder's turn; if cancelled then, pass it on."""
         if not self._is_busy:
             self._is_busy = True
             return
@@ -62,6 +63,7 @@ class Turns:
                 del self._waiting[holder]
 
     def _start_next_turn(self) -> None:
+        """Wake the next holder's first job."""
         while self._waiting:
             holder, queue = self._waiting.popitem(last=False)
             turn = queue.popleft()

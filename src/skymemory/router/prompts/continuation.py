@@ -8,8 +8,7 @@
 
 An answer is not continued if the text does not determine the rest or the client would get something twice: several
 choices, log probabilities, tool calls, reasoning, a grammar, token ids without a tokenizer. Chat templates cut off
-trailing spaces: repeated spaces are dropped. The other server may tokenize the text differently, and then continue
-differently.
+trailing spaces: repeated spaces are dropped.
 
 Sent tokens are counted by the tokenizer, the usage in the chunks, or the number of chunks.
 """
@@ -42,6 +41,7 @@ _DONE_LINES = (b"data: [DONE]", b"data:[DONE]")
 
 _UNSET = (b"", b"null")
 _OFF = (*_UNSET, b"false")
+# Fields that prevent a continuation, except with these values.
 _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
     **dict.fromkeys(("n", "best_of"), (*_UNSET, b"1")),
     **dict.fromkeys(("logprobs", "echo", "use_beam_search", "return_token_ids", "return_tokens_as_token_ids"), _OFF),
@@ -53,7 +53,6 @@ _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
     "response_format": (*_UNSET, b'{"type":"text"}'),
     "tool_choice": (*_UNSET, b'"auto"', b'"none"'),
 }
-"""Fields that prevent a continuation, except with these values."""
 _SERVERS_ERRORS = ("server_error", "InternalServerError")
 _SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
@@ -99,11 +98,11 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    body: bytes = b""
-    """Body of the request; empty: none is needed."""
-    ending: bytes = b""
-    by_chat: bool = False
-    """True if the server must continue a chat's last message."""
+    """Request for the rest of a broken stream."""
+
+    body: bytes = b""  # body of the request; empty: none is needed
+    ending: bytes = b""  # events that end the stream for the client
+    by_chat: bool = False  # the server must continue a chat's last message
 
 
 class KeptText:
@@ -142,29 +141,27 @@ class StreamContinuation:
     ) -> None:
         self._path, self._body, self._tokens_of = path, body, tokens_of
         self._kept = kept or KeptText(SharedLimit(MAX_KEPT_BYTES), path)
-        self._held = b""
-        self._unread: list[bytes] = []
+        self._held = b""  # incomplete event
+        self._unread: list[bytes] = []  # events passed on, whose text is not read yet
         self._unread_bytes = 0
         self._is_over_long = False
-        self._fields: Fields | None = None
-        self.failure = ""
-        """Error event by which the server reports its failure. It and what follows are withheld."""
+        self._fields: Fields | None = None  # the request's
+        self.failure = ""  # error event by which the server reports its failure. It and what follows are withheld.
         self.withheld = b""
         # State of what was sent:
-        self._cannot = self._is_done = False
-        self._text: list[str] = []
-        """Text of the events that are being read."""
-        self._chunks = 0
-        self._blank_chunks = 0
+        self._cannot = self._is_done = False  # it cannot be continued; its last event was sent
+        self._text: list[str] = []  # text of the events that are being read
+        self._chunks = 0  # with text
+        self._blank_chunks = 0  # at the end, with white space only
         self._reported_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._had_role = self._had_usage = False
         self._finish: str | None = None
-        self._first: dict[str, Any] | None = None
+        self._first: dict[str, Any] | None = None  # fields of the first chunk
         # State of the current server, unless it is the first:
         self._is_continued = self._is_discarding = False
-        self._blanks = ""
-        self._tokens_before = 0
+        self._blanks = ""  # white space that was sent, but is not in the prompt
+        self._tokens_before = 0  # sent by former servers
 
     # -- events on their way to the client
 
@@ -204,6 +201,7 @@ class StreamContinuation:
         return data
 
     def _read(self) -> None:
+        """Learn the text so far from the events passed on."""
         data, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
         if self._fields is None:
             self._fields = fields_of(self._body) or {}
@@ -300,6 +298,7 @@ class StreamContinuation:
         return max(0, tokens - (self._blank_chunks if self._path == CHAT_COMPLETIONS else 0))
 
     def _with_text(self, fields: Fields, text: str) -> dict[str, Any] | None:
+        """Return the fields with the sent text in the prompt; None: impossible."""
         changed: dict[str, Any] = dict(fields)
         if not text:
             return changed
@@ -356,6 +355,7 @@ class StreamContinuation:
         return b"data: " + _encode({**chunk, **(self._first or {})}) + b"\n\n"
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """Rewrite the new server's choice; None: it adds nothing."""
         delta = choice.get("delta")
         holder, name = (choice, "text") if delta is None else (delta, "content")
         if delta is not None and self._had_role:
@@ -373,6 +373,7 @@ class StreamContinuation:
         return None if says_nothing and choice.get("finish_reason") is None else choice
 
     def _without_blanks(self, text: str) -> str:
+        """Drop repeated leading spaces: chat templates cut them off the prompt."""
         while self._blanks and text:
             if not text[0].isspace():
                 self._blanks = ""

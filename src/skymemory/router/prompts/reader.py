@@ -81,7 +81,7 @@ class PromptReader:
         self._clients = clients_of(admission) if admission.fair or queues else None
         self._promises = queues or admission.ttft_s > 0
         self._slo = slo_of(admission)
-        self._pieces = settings.strategy == "simhash"
+        self._pieces = settings.strategy == "simhash"  # it needs hashes of pieces, too
 
     def read(
         self,
@@ -152,6 +152,7 @@ class PromptReader:
         return self._tokenizer is not None
 
     def _prompt(self, data: bytes, tokens: int, start: int) -> Prompt:
+        """Hash the prompt's blocks. ``start``: seed of the chain."""
         hashed = (
             data[: self._max_blocks * self._block_bytes] if len(data) > self._max_blocks * self._block_bytes else data
         )
@@ -209,7 +210,7 @@ class PromptReader:
             raise ApiError(400, f"`{param}` has {len(name)} letters; at most {MAX_NAME_LETTERS} are allowed", param)
         if adapter:
             return model, adapter
-        base = self.adapters.get(model)
+        base = self.adapters.get(model)  # requests may name an adapter as their model
         return (model, "") if base is None else (base or model, model)
 
     def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:
@@ -257,11 +258,7 @@ def _answers(body: Body, prompts: int) -> int:
 
 
 def _count(raw: bytes, param: str) -> int:
-    """Return a number of answers, which engines also take as a text.
-
-    Raises:
-        ApiError: 400, it is not whole.
-    """
+    """Return a number of answers, which engines also take as a text."""
     if raw in (b"", b"null", b"false", b"true"):
         return 1
     digits = raw[1:-1].strip() if raw.startswith(b'"') else raw
@@ -318,10 +315,12 @@ _DECIMAL = re.compile(r"[0-9]{1,19}(\.[0-9]{0,19})?([eE][+-]?[0-9]{1,2})?")
 
 @dataclass(frozen=True, slots=True)
 class Clients:
+    """Reader of a client's tenant and priority."""
+
     tenant_header: str = ""
     priority_header: str = ""
+    # Priorities of objectives; None: the inference extension's headers are not read.
     objectives: Mapping[str, int] | None = None
-    """Priorities of objectives; None: the inference extension's headers are not read."""
 
     def tenant(self, headers: Mapping[str, str], user: str) -> str:
         """Return the tenant by its header, or else a digest of its API key, or ``user``."""
@@ -417,6 +416,8 @@ class LongMessage(msgspec.Struct):
 
 
 class Body(msgspec.Struct):
+    """Fields of a request that the router reads."""
+
     model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     prompt_embeds: msgspec.Raw = msgspec.Raw()
@@ -454,8 +455,7 @@ _STARTS_WITH_LIST = re.compile(rb"\s*\[\s*\[")
 _NUMBER_BYTES = 12
 _ESCAPE_BYTES = 6
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_PROMPT = -1
-"""Key of the prompt in ``native.cut_texts``."""
+_PROMPT = -1  # key of the prompt in `native.cut_texts`
 _NO_TEXTS: Mapping[int, bytes] = MappingProxyType({})
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
@@ -565,6 +565,7 @@ def _long_messages_of(body: Body) -> list[LongMessage]:
 
 
 def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes | None) -> Iterator[tuple[bytes, int]]:
+    """Yield bytes, and how many are not decoded. ``text``: the content, if decoded before."""
     yield b"\x02" + text_bytes(message.role) + b"\x03", 0
     content = message.content
     if text is not None:
@@ -602,6 +603,7 @@ def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
 
 
 def part_bytes(raw: msgspec.Raw) -> bytes:
+    """Return a part's text; an image's digest, repeated, stands for its many tokens."""
     data = bytes(raw)
     if data[:1] == b'"':
         return text_bytes(_decoded(_text, data, "messages"))

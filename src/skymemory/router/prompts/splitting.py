@@ -74,8 +74,7 @@ def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
 
 
 class Prefilled(NamedTuple):
-    params: msgspec.Raw | None
-    """Parameters for the decode server; None: the prefill server holds nothing for it."""
+    params: msgspec.Raw | None  # parameters for the decode server; None: the prefill server holds nothing for it
     usage: Usage | None
 
 
@@ -96,6 +95,7 @@ _error = msgspec.json.Decoder(_ErrorAnswer)
 
 
 def read_prefilled(body: bytes) -> Prefilled | None:
+    """Read the prefill server's answer; None: it is none."""
     try:
         params = bytes(_answer.decode(body).kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

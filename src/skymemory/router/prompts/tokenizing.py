@@ -42,8 +42,8 @@ MAX_PIECE_LETTERS = 65_536
 """Limit of a cached piece; a longer piece has no possible cut."""
 BATCH_LETTERS = 131_072
 SLICE_LETTERS = 1 << 20
-"""Size of the slices of a piece without a possible cut: the tokenizer takes about a hundred bytes per letter. Tokens
-after a slice may differ from the engine's: the router then finds less of so long a prompt cached."""
+"""Size of the slices of a piece without a possible cut, which bounds memory. Tokens after a slice may differ from the
+engine's."""
 _CUT = re.compile("[A-Za-z] ")
 _S, _W = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -151,6 +151,7 @@ class PieceCache:
 
 
 def can_cut(tokenizer_json: str) -> bool:
+    """Return True if tokens beside a cut are independent."""
     settings: Mapping[str, Any] = json.loads(tokenizer_json)
     model, normalizer = settings.get("model") or {}, settings.get("normalizer")
     return (
@@ -165,6 +166,7 @@ def can_cut(tokenizer_json: str) -> bool:
 
 
 def _splits_known(pre: Mapping[str, Any]) -> bool:
+    """Return True if it splits text by a known pattern."""
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     split = False
     for step in steps:

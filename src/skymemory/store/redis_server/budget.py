@@ -1,15 +1,12 @@
 """Memory budget that clients share: bytes of values in transfer, and of commands before EXEC.
 
-Clients wait in order of arrival, but last those at addresses that lately had to give way. To let the first proceed, a
-client gives way:
+Clients wait in order of arrival, but last those at addresses that lately had to free memory. For the first waiter
 
-1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
-   ``LEAST_SHARED_BYTES_PER_S``; each client that had to give way halves that time at its address, for ``BLAMED_S``;
-2. after ``fair_s``, unless the first wants more than a share (the limit divided by the clients that hold memory or
-   wait): the largest in a transfer that holds more;
-3. if all holders are waiting themselves: the largest.
-
-It loses its connection (1, 2) or receives BUSY (3).
+1. the largest overdue client is disconnected: its next bytes took longer than ``SLOW_S`` plus their time at
+   ``LEAST_SHARED_BYTES_PER_S``, which each such client halves at its address, for ``BLAMED_S``;
+2. after ``fair_s``, if the first wants no more than a share (the limit divided by the clients that hold memory or
+   wait), so is the largest that holds more, and is in a transfer;
+3. if all holders are waiting themselves, the largest receives BUSY.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from dataclasses import dataclass, field
 from skymemory.pacing import ByteBudget
 
 BRIEF_BYTES = 64 << 10
-"""Size up to which values do not wait: slow large transfers cannot block them."""
+"""Size up to which values do not wait."""
 SLOW_S = 1.0
 LEAST_SHARED_BYTES_PER_S = 1 << 20
 BLAMED_S = 60.0
@@ -33,19 +30,17 @@ _LOOK_AGAIN_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class MemoryClaim:
-    """Memory that a client holds. Any thread may call ``end``, which disconnects it."""
+    """Memory that a client holds, and when its next bytes are due: a late client may be disconnected for others."""
 
-    end: Callable[[], object]
+    end: Callable[[], object]  # disconnects the client, from any thread
     held_bytes: int = 0
-    due_s: float = math.inf
-    waits: bool = False
-    is_ended: bool = False
+    due_s: float = math.inf  # infinite: no bytes are due
+    waits: bool = False  # for more memory
+    is_ended: bool = False  # disconnected, to free its memory
     address: str = ""
-    allowed_s: float = 0.0
-    """Time for the next bytes, which ends at ``due_s``."""
+    allowed_s: float = 0.0  # time for the next bytes
 
     def expect(self, size_bytes: int) -> None:
-        """Begin the time for the client's next ``size_bytes``."""
         self.allowed_s = SLOW_S + size_bytes / LEAST_SHARED_BYTES_PER_S
         self.due_s = time.monotonic() + self.allowed_s
 
@@ -64,14 +59,13 @@ class BudgetWaiter:
 
 @dataclass(slots=True)
 class Room:
-    """Policy: who gets memory, and who gives way. Not thread-safe."""
+    """Policy: who gets memory, and who must free it. Not thread-safe."""
 
     bytes: ByteBudget
     fair_s: float
     holders: dict[MemoryClaim, None] = field(default_factory=dict)
     waiting: list[BudgetWaiter] = field(default_factory=list)
-    blamed: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By address: how often a client had to give way, and when last."""
+    blamed: dict[str, tuple[int, float]] = field(default_factory=dict)  # by address: times blamed, and the last
     _first: BudgetWaiter | None = None
     _first_until_s: float = 0.0
 
@@ -84,7 +78,6 @@ class Room:
             self.holders.pop(claim, None)
 
     def first(self, now_s: float) -> BudgetWaiter:
-        """Return who gets memory next."""
         if self._first is None or now_s >= self._first_until_s:
             self._first_until_s = now_s + _LOOK_AGAIN_S
             self._first = min(self.waiting, key=lambda waiter: self._times_blamed(waiter.claim, now_s) > 0)
@@ -99,7 +92,7 @@ class Room:
         self._first = None
 
     def blame(self, claim: MemoryClaim, now_s: float) -> None:
-        """Record that a client gives way; a client that moved, but held more than a share, is not to blame."""
+        """Record at its address that a client had to free memory because it was overdue."""
         if not self._is_overdue(claim, now_s):
             return
         self._first = None
@@ -107,7 +100,9 @@ class Room:
         self.blamed[claim.address] = self._times_blamed(claim, now_s) + 1, now_s
 
     def payer(self, now_s: float) -> MemoryClaim | None:
-        """Return the client that must give way; None if memory will soon be free, or no client is at fault."""
+        """Return the client that must free memory for the first waiter; None if memory will soon be free, or no client
+        is at fault.
+        """
         first = self.first(now_s)
         if any(claim.is_ended for claim in self.holders):
             return None
@@ -149,7 +144,7 @@ class SharedBudget:
         return self._room.bytes.used_bytes
 
     def take(self, claim: MemoryClaim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
-        """Wait for memory, about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
+        """Take memory, waiting for about ``timeout_s``; up to ``brief_bytes`` without waiting."""
         room = self._room
         with self._freed:
             at_once = size_bytes <= brief_bytes or (not room.waiting and room.bytes.has_room(size_bytes))
@@ -165,6 +160,7 @@ class SharedBudget:
                 self._freed.notify_all()
 
     def _wait(self, waiter: BudgetWaiter, timeout_s: float) -> bool:
+        """Wait for memory; False on timeout, refused or disconnected. The first waiter makes others free memory."""
         room, claim = self._room, waiter.claim
         deadline_s = waiter.since_s + timeout_s
         room.add(waiter)
@@ -186,6 +182,7 @@ class SharedBudget:
             self._freed.notify_all()
 
     def _charge(self, payer: MemoryClaim, now_s: float) -> None:
+        """Make a client free memory: refuse it if it waits, else disconnect it."""
         if payer.waits:
             for waiter in self._room.waiting:
                 waiter.is_refused |= waiter.claim is payer

@@ -1,16 +1,12 @@
-"""The Redis commands over any store that ``redis-cli``, redis-py, LMCache and others need of a cache.
+"""The Redis commands over any store that clients need of a cache.
 
-Two kinds of keys:
-
-- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The value is stored as by other SkyMemory
-  clients: the trailer of ``store.redis`` (a mark and a CRC) is checked and removed here, and computed again for each
-  reader.
+- A key of ``skymemory:`` and 32 bytes is a block's, as ``store.redis`` sends it. The trailer of its value (a mark and a
+  CRC) is checked and removed here, and computed again for each reader.
 - Any other key is a name, and its value a named value (``store.named_values``).
 
 **EXISTS leases.** LMCache's native client waits forever if the GET after EXISTS misses. So a key with the answer 1 is
-leased for ``LEASE_S``, its lifetime, or until the next GET. If the store cannot lease, the value is held in the
-daemon's own bounded memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the connection
-ends. Only a write or an EXPIRE of 0 ends a lease earlier.
+leased for ``LEASE_S``, its lifetime, or until the next GET or a write. If the store cannot lease, the value is held in
+the daemon's own bounded memory; if that is full, EXISTS answers 0. If a leased GET misses, the connection ends.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ from skymemory.store.redis_server.protocol import LARGE_BYTES, Framed, Reply, St
 from skymemory.store.redis_server.transactions import MAX_WATCHED, Transaction, WatchedKeys, Watches
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
-_REDIS_VERSION = b"7.2.0"
-"""Version by which clients choose commands."""
+_REDIS_VERSION = b"7.2.0"  # version by which clients choose commands
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
 NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
 _OK = b"+OK\r\n"
@@ -59,9 +54,11 @@ class Close(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """State of a connection."""
+
     number: int
     authenticated: bool
-    claim: MemoryClaim
+    claim: MemoryClaim  # its share of the memory budget
     reply: Reply = field(default_factory=Reply)
     name: bytes = b""
     quits: bool = False
@@ -73,6 +70,8 @@ class Session:
 
 @dataclass(slots=True)
 class Run:
+    """GETs or SETs that arrived together, for one store call."""
+
     verb: bytes
     requests: list[Sequence[Word]] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
@@ -93,16 +92,16 @@ Pieces = list[Buffer]
 
 
 class Commands:
-    """Commands over ``store``, shared by all connections. Thread-safe. ``password``: for AUTH; None: no AUTH."""
+    """Commands over ``store``, shared by all connections. Thread-safe. ``password``: for AUTH, if any."""
 
     def __init__(
         self,
         store: Store,
         *,
         password: bytes | None = None,
-        in_flight_bytes: int = 256 << 20,
-        held_bytes: int = 256 << 20,
-        wait_s: float = 30.0,
+        in_flight_bytes: int = 256 << 20,  # being sent and received
+        held_bytes: int = 256 << 20,  # of values that EXISTS has leased
+        wait_s: float = 30.0,  # for memory and for locked keys
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -113,12 +112,11 @@ class Commands:
         self.lifetimes = Lifetimes(store, clock)
         self.leases = Leases(store, held_bytes, clock, self.lifetimes.all_left_s)
         self.watches = Watches()
+        # True if no other process writes to the store.
         self._is_alone = isinstance(unwrap_store(store), MemoryStore | DiskStore)
-        """True if no other process writes to the store."""
+        # The store, if its values are views of its memory: no wait, lease or release.
         self._memory = store if type(store) is MemoryStore else None
-        """The store, if its values are views of its memory: no wait, lease or release."""
-        self._writing = KeyLocks()
-        """Locks of keys being written: a write may be several store calls."""
+        self._writing = KeyLocks()  # locks of keys being written: a write may be several store calls
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
         self.counters = SharedCounters()
@@ -128,7 +126,6 @@ class Commands:
         return self._password is not None
 
     def on_stranger(self) -> bool:
-        """Count a stranger; True for the first."""
         with self._strangers_lock:
             self.counters.add("strangers")
             return self.counters.get("strangers") == 1
@@ -145,8 +142,8 @@ class Commands:
             raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
-        """Return the header of the next word, a value, and the number of its last bytes not stored: it is received
-        without a copy. Raises Refused or InvalidInput for a command to be refused.
+        """Check a command before its large value is received. Return the header to store with it, and the number of its
+        last bytes not to store. Raises Refused or InvalidInput.
         """
         if not words:
             raise Refused(f"unknown command, of {size_bytes} bytes")
@@ -173,11 +170,8 @@ class Commands:
         return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Yield the replies, in parts. A part's memory is released when the next is requested.
-
-        Raises:
-            Close: the connection ends.
-            Stranger: the client speaks another protocol.
+        """Execute a command, or queue it after MULTI; yield its replies. Raises Close to end the connection, Stranger
+        for another protocol.
         """
         if not words:
             return
@@ -210,6 +204,7 @@ class Commands:
             yield [error_reply(error)]
 
     def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
+        """Return verb and key of a GET or SET that may join a batch (``Run``)."""
         if self._memory is not None or len(words) not in (2, 3):
             return None
         if not session.authenticated or session.transaction is not None:
@@ -221,6 +216,7 @@ class Commands:
             return None
 
     def call_run(self, session: Session, run: Run) -> Iterator[Pieces]:
+        """Execute a batch; yield the replies."""
         if len(run.requests) == 1:
             yield from self.call(session, run.requests[0])
             return
@@ -247,6 +243,7 @@ class Commands:
                 yield [error_reply(error)] * len(part)
 
     def _parts(self, keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
+        """Split the keys into parts with values of about ``RUN_BYTES``."""
         try:
             sizes = self._store.sizes([key.stored for key in keys])
         except SkyMemoryError:  # the read will report it
@@ -259,6 +256,7 @@ class Commands:
                 first, part_bytes = number, 0
 
     def _set_run(self, session: Session, run: Run) -> list[bytes]:
+        """Store a batch's values; return the replies."""
         replies, stored, places = [_OK] * len(run.keys), list[tuple[bytes, Buffer]](), list[int]()
         for place, (key, words) in enumerate(zip(run.keys, run.requests, strict=True)):
             try:
@@ -341,11 +339,10 @@ class Commands:
             raise Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
 
     def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Answer starting clients; all known clients accept an empty list."""
         if words and _bytes(words[0]).upper() == b"COUNT":
             yield [protocol.integer(len(COMMANDS))]
         else:
-            yield [protocol.array(())]
+            yield [protocol.array(())]  # all known clients accept an empty list
 
     def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         if _bytes(words[0]).upper() != b"GET":
@@ -395,6 +392,7 @@ class Commands:
                 raise Close from None  # an array that has begun cannot end with an error
 
     def _values(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
+        """Yield the replies to GETs. Leases, load and memory are released afterwards (in EXEC, at its end)."""
         stored = [key.stored for key in keys]
         leases: dict[bytes, Lease | None] = {}
         booked_bytes, ticket = 0, None
@@ -443,6 +441,7 @@ class Commands:
             raise Refused(NO_BYTES, "BUSY")
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
+        """Return the values, from leases or the store."""
         leased = {key: lease.value for key, lease in leases.items() if lease is not None and lease.value is not None}
         if len(leased) == len(ticket.keys):
             self._store.release(ticket)
@@ -467,6 +466,7 @@ class Commands:
         yield from self._exchange(session, key, lambda _: self._put_held(stored, options))
 
     def _options(self, verb: str, words: Sequence[Word], allowed: frozenset[bytes]) -> Options:
+        """Parse a command's options; Refused if wrong, or if the store cannot expire values."""
         try:
             options = options_of([_bytes(word) for word in words], allowed, time.time())
         except ValueError as wrong:
@@ -502,7 +502,7 @@ class Commands:
         yield from self._exchange(session, key, change)
 
     def _exchange(self, session: Session, key: Key, change: Callable[[bool], object]) -> Iterator[Pieces]:
-        """Yield the value before ``change``, which gets True if there is a value; no other client writes in between."""
+        """Yield the value before ``change``, which gets True if there is a value; other writers wait."""
         with ExitStack() as reading:
             with self._written(session, [key.stored]):
                 pieces = reading.enter_context(self._reading(session, key))
@@ -513,6 +513,7 @@ class Commands:
 
     @contextmanager
     def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
+        """Load a value inside ``with``, as the pieces of a reply."""
         (size_bytes,) = self._store.sizes([key.stored])
         self._book(session, size_bytes or 0)
         ticket = None
@@ -532,7 +533,7 @@ class Commands:
         yield self._set_for(session, words, "psetex", b"PX")
 
     def _set_for(self, session: Session, words: Sequence[Word], verb: str, unit: bytes) -> Pieces:
-        number = _parse_integer(words[1])
+        number = _parse_integer(words[1])  # of SETEX or PSETEX: key, lifetime, value
         if number <= 0:
             raise Refused(f"invalid expire time in '{verb}' command")
         ttl_s = _ttl_of(number, unit)
@@ -563,6 +564,7 @@ class Commands:
         yield self._add(session, words[0], -number)
 
     def _add(self, session: Session, word: Word, by: int) -> Pieces:
+        """Add to a value that is a decimal number (INCR and its kin), keeping its lifetime."""
         key = _key(word)
         with self._written(session, [key.stored]):
             with self._reading(session, key) as pieces:
@@ -579,6 +581,7 @@ class Commands:
             return self._put_held(stored, options)
 
     def _put_held(self, stored: Sequence[tuple[bytes, Buffer]], options: Options) -> bool:
+        """Store values with locked keys; False if NX or XX forbids it. Refused without room."""
         keys, ttl_s = [key for key, _ in stored], options.ttl_s
         if options.condition:
             wanted = Presence.HIT if options.condition == b"XX" else Presence.MISS
@@ -598,6 +601,7 @@ class Commands:
         return True
 
     def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """Store values without a lifetime; True per value stored. Marks watched keys."""
         keys = [key for key, _ in stored]
         try:
             if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
@@ -613,7 +617,7 @@ class Commands:
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys``; end their leases before and after the write: a new lease may hold the previous value."""
+        """Lock ``keys``; end their leases before and after the write, as a new lease may hold the previous value."""
         with self._lock_keys(session, keys):
             try:
                 for key in keys:
@@ -625,6 +629,7 @@ class Commands:
 
     @contextmanager
     def _lock_keys(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
+        """Lock keys against other writers; EXEC has done so already."""
         if session.kept is not None:
             yield
             return
@@ -664,6 +669,7 @@ class Commands:
         yield [protocol.integer(deleted.count(True))]
 
     def _delete_held(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Delete locked keys and their lifetimes; marks watched keys."""
         try:
             deleted = self._store.delete(keys)
         except BaseException:
@@ -691,6 +697,7 @@ class Commands:
         yield self._expire_in(session, words, b"PXAT")
 
     def _expire_in(self, session: Session, words: Sequence[Word], unit: bytes) -> Pieces:
+        """Set a lifetime (EXPIRE and its kin) under NX, XX, GT and LT."""
         key, ttl_s = _key(words[0]).stored, _ttl_of(_parse_integer(words[1]), unit)
         conditions = {_bytes(word).upper() for word in words[2:]}
         if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
@@ -779,7 +786,7 @@ class Commands:
             keys = list(dict.fromkeys(chain(_keys_of(transaction), session.watch.keys)))
             with ExitStack() as resources:
                 with self._lock_keys(session, keys):
-                    replies = None
+                    replies = None  # if a watched key has changed
                     if not self._is_changed(session.watch):
                         session.kept = resources
                         try:
@@ -801,6 +808,7 @@ class Commands:
         return present != list(watch.keys.values())
 
     def _execute(self, session: Session, transaction: Transaction) -> Pieces:
+        """Execute a transaction's commands; errors become replies."""
         replies: Pieces = []
         closes = False
         for words in transaction.requests:
@@ -829,7 +837,7 @@ class Commands:
         yield [protocol.integer(int(entries))]
 
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """List all names at once: satellites have no position from which to continue."""
+        """List all names at once: satellites cannot continue from a cursor."""
         cursor, *option_words = map(_bytes, words)
         if not (not cursor or cursor.removeprefix(b"-").isdigit()):
             raise Refused("invalid cursor")
@@ -850,6 +858,7 @@ class Commands:
         yield from self._names(session, _bytes(words[0]))
 
     def _names(self, session: Session, glob: bytes, head: bytes = b"") -> Iterator[Pieces]:
+        """Yield the names that match a pattern, after ``head``."""
         matches = pattern_of(glob)
         if matches is None:
             raise Refused(f"a pattern of {len(glob)} bytes: expected at most {MAX_PATTERN_BYTES}")
@@ -956,6 +965,7 @@ def _pairs(words: Sequence[Word], verb: str) -> list[tuple[Key, Word]]:
 
 
 def _to_store(key: Key, value: Word) -> Buffer:
+    """Return a received value as stored: a block's checked, without trailer; others with a header."""
     stored: Buffer | Miss
     if isinstance(value, Framed):
         is_sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
@@ -993,18 +1003,20 @@ _SET_OPTIONS = lifetimes.LIFETIMES | {b"KEEPTTL", b"NX", b"XX", b"GET"}
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """Command of the table: its arguments (for users, least and most) and its method."""
+
     form: str
     least: int
     most: int
     run: Callable[[Commands, Session, Sequence[Word]], Iterator[Pieces]]
     keys: range = _NONE
-    """Positions of keys; the verb's position is 0."""
+    """Positions of keys; the verb's is 0."""
     values: range = _NONE
     """Positions of values, received as they are stored."""
-    is_at_once: bool = False
-    is_never_queued: bool = False
+    is_at_once: bool = False  # executed between MULTI and EXEC, not queued
+    is_never_queued: bool = False  # refused between MULTI and EXEC
     needs_no_password: bool = False
-    differs: str = ""
+    differs: str = ""  # difference from Redis, for users
 
 
 _LASTS = "of satellites it knows lifetimes given through this daemon; refused where the store has none"

@@ -1,7 +1,7 @@
 """Sockets of the store daemon, with a thread for each connection.
 
-Connections, bytes in transfer and sizes of values are bounded. A client that stalls within a value for ``stall_s``, or
-is slower than ``LEAST_BYTES_PER_S``, is disconnected; sooner while others wait for its memory (``budget``).
+A client that stalls within a value for ``stall_s``, or is slower than ``LEAST_BYTES_PER_S``, is disconnected; sooner
+while others wait for its memory (``budget``).
 """
 
 from __future__ import annotations
@@ -45,30 +45,25 @@ from skymemory.store.redis_server.protocol import (
 
 log = logging.getLogger("skymemory.store.daemon")
 
-_READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10
-"""Bytes of a read; and before a large value, whose first bytes are copied."""
+_READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10  # bytes of a read; and before a large value, whose first bytes are copied
 _CRLF_BYTES = 2
 _MAX_PIECES = 512
 _SMALL_BYTES = 16 << 10
+# Most bytes of a ``sendmsg``. On a Unix socket its timeout is per 32 KiB: a larger call would miss a slow reader.
 _PART_BYTES = 1 << 20
-"""Most bytes of a ``sendmsg``. On a Unix socket its timeout is per 32 KiB: a larger call would miss a slow reader."""
+# Send buffer of a Unix socket, limited by ``net.core.wmem_max``. With the system's 208 KiB, writer and reader wait 14
+# times in a value of 2.9 MB; a larger buffer falls out of the processor's cache.
 _SEND_BUFFER_BYTES = 512 << 10
-"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``. With the system's 208 KiB, writer and reader wait 14
-times in a value of 2.9 MB; a larger buffer falls out of the processor's cache.
-"""
 _UNBOOKED_BYTES = 64 << 10
 _WHOLE_BYTES = 4 << 20
 _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
-_BLOCKED_S = 0.1
-"""Time without progress after which input is read."""
-_REPLACED_S = 2.0
-"""Time to wait for other daemons that replace socket files."""
-_GRACE_S, _END_S = 2.0, 8.0
-"""Limits at the end: for pending replies, for store calls."""
+_BLOCKED_S = 0.1  # time without progress after which input is read
+_REPLACED_S = 2.0  # time to wait for other daemons that replace socket files
+_GRACE_S, _END_S = 2.0, 8.0  # limits at the end: for pending replies, for store calls
 
 LEAST_BYTES_PER_S = 64 << 10
-"""Lowest average speed of a client within a value, a request or a reply."""
+"""Lowest average speed of a client within a request or reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +74,8 @@ class ServerLimits:
 
 
 class TransferDeadline:
-    """Deadline of a transfer: ``stall_s`` plus its bytes at ``LEAST_BYTES_PER_S``. So single bytes now and then cannot
-    hold memory forever.
+    """Deadline of a transfer: ``stall_s`` plus its bytes at ``LEAST_BYTES_PER_S``, so that single bytes cannot hold
+    memory forever.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -91,7 +86,6 @@ class TransferDeadline:
         self._until_s = time.monotonic() + self._stall_s
 
     def moved(self, size_bytes: int) -> None:
-        """Count bytes; raise TimeoutError if the transfer is too slow."""
         self._until_s += size_bytes / LEAST_BYTES_PER_S
         if time.monotonic() > self._until_s:
             raise TimeoutError("slower than a client may be in the middle of a request or a reply")
@@ -107,7 +101,7 @@ class ClientConnection:
 
 
 class Daemon:
-    """Server of ``commands`` on the listening sockets until ``stop``. Use it once."""
+    """Server of ``commands`` on the listening sockets until ``stop``."""
 
     def __init__(
         self, commands: Commands, limits: ServerLimits = ServerLimits(), tls: ssl.SSLContext | None = None
@@ -116,11 +110,11 @@ class Daemon:
         self._counters = commands.counters
         self._limits = limits
         self._tls = tls
-        self._numbers = count(1)
+        self._numbers = count(1)  # of connections
         self._open: dict[int, ClientConnection] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = socket.socketpair()  # a byte ends the wait for connections
         self._wake.setblocking(False)
 
     @property
@@ -128,8 +122,8 @@ class Daemon:
         return len(self._open)
 
     def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Accept connections until ``stop``, from a signal handler or another thread; then end them. No connection uses
-        the store afterwards, unless it is silent for ``_END_S``.
+        """Accept connections until ``stop`` (from any thread or a signal handler); then end them. None uses the store
+        afterwards, unless it is silent for ``_END_S``.
         """
         previous_size = threading.stack_size(_STACK_BYTES)
         in_main = threading.current_thread() is threading.main_thread()
@@ -161,6 +155,7 @@ class Daemon:
             self._wake.send(b"\0")
 
     def _end_all(self) -> None:
+        """End all connections: let replies be sent, then disconnect the rest."""
         for shutdown_mode, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
             with self._lock:
                 connections = list(self._open.values())
@@ -229,6 +224,7 @@ class Daemon:
             self._forget(number)
 
     def _prepare(self, connection: ClientConnection) -> None:
+        """Set a connection's buffers and timeouts; begin TLS."""
         sock = connection.sock
         if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -250,7 +246,6 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _address_of(sock: socket.socket) -> str:
-    """Return the client's host; "" for a Unix socket."""
     try:
         peer = sock.getpeername()
     except OSError:  # it has disconnected
@@ -259,6 +254,8 @@ def _address_of(sock: socket.socket) -> str:
 
 
 class Conversation:
+    """Conversation with a client: reads requests, batches GETs and SETs, and sends replies."""
+
     def __init__(
         self, number: int, sock: socket.socket, commands: Commands, limits: ServerLimits, stopping: threading.Event
     ) -> None:
@@ -269,22 +266,21 @@ class Conversation:
         self._claim = MemoryClaim(self._end_for_others, address=_address_of(sock))
         self._session = Session(number, authenticated=not commands.asks_password, claim=self._claim)
         self._parser = RequestParser(MAX_BULK_BYTES, trusted=self._session.authenticated)
-        self._pace = TransferDeadline(limits.stall_s)
+        self._pace = TransferDeadline(limits.stall_s)  # of a request
         self._outbox = ReplyBuffer(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
-        self._booked_bytes = 0
-        self._booked_small_bytes = 0
-        self._queued_bytes = 0
-        """Budget of commands that wait for EXEC."""
-        self._collected: Run | None = None
-        """Unanswered requests: more of the kind seem to follow."""
-        self._collected_bytes = 0
-        self._ahead_bytes = 0
-        self._is_fed = False
+        self._booked_bytes = 0  # budget taken for the request
+        self._booked_small_bytes = 0  # part of it, for small arguments
+        self._queued_bytes = 0  # budget of commands that wait for EXEC
+        self._collected: Run | None = None  # unanswered requests: more of the kind seem to follow
+        self._collected_bytes = 0  # their budget
+        self._ahead_bytes = 0  # budget of input read while replies were sent
+        self._is_fed = False  # True if there is such input
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
     def run(self) -> None:
+        """Serve the client until it leaves or the daemon stops."""
         try:
             while not (self._session.quits or self._stopping.is_set()):
                 if not self._step():
@@ -305,6 +301,7 @@ class Conversation:
             self._settle_ahead()
 
     def _step(self) -> bool:
+        """Execute the next request or read; False to end the connection."""
         self._is_fed = False
         request = self._parser.next()
         if isinstance(request, NeedData | LargeArgument):
@@ -332,12 +329,12 @@ class Conversation:
         self._end_with(protocol.error("this port speaks the Redis protocol: the connection ends"))
 
     def _end_for_others(self) -> None:
-        """Disconnect the client; called by another thread."""
         log.info("connection %d held room that others waited for, and moved too little", self._session.number)
         with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def _collect(self, words: list[Word]) -> bool:
+        """Add a GET or SET to the batch, after executing a batch that it does not fit; else False."""
         match = self._commands.run_key(self._session, words)
         if self._collected is not None and not (match and self._collected.takes(match[0])):
             self._answer_collected()
@@ -373,6 +370,7 @@ class Conversation:
         self._pace.begin()
 
     def _read(self) -> bool:
+        """Read input, with budget for an incomplete request; False to end the connection."""
         self._outbox.flush()
         if self._is_fed:
             return True
@@ -404,7 +402,7 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Read input while the client does not read: some write a complete pipeline first. Return the bytes read."""
+        """Read input while the client does not read: some write a complete pipeline first. Return its bytes."""
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
             return 0
@@ -427,7 +425,7 @@ class Conversation:
         self._ahead_bytes = left_bytes
 
     def _receive(self, large: LargeArgument) -> None:
-        """Receive a large argument after its stored header, into one buffer."""
+        """Receive a large value into its final buffer, after the header stored with it."""
         self._outbox.flush()
         try:
             front, end_bytes = self._commands.frame(large.words, large.size_bytes, self._limits.value_bytes)
@@ -450,6 +448,7 @@ class Conversation:
         self._pace.begin()
 
     def _refuse(self, reply: bytes) -> None:
+        """Reply with an error to a large argument; skip its request."""
         self._answer_collected()
         self._outbox.send([reply])
         self._outbox.flush()
@@ -460,7 +459,7 @@ class Conversation:
         self._pace.begin()
 
     def _book(self, size_bytes: int) -> bool:
-        """Reserve budget. A client that holds some does not wait for more."""
+        """Take budget; False without room. A holder does not wait for more."""
         patience_s = 0.0 if self._collected is not None or self._queued_bytes else self._limits.stall_s
         granted = self._commands.budget.take(self._claim, size_bytes, patience_s)
         if not granted and self._collected is not None:
@@ -490,7 +489,7 @@ class Conversation:
         self._queued_bytes = queued_bytes
 
     def _end_with(self, last: bytes) -> None:
-        """Send ``last`` and let the client read it: closing with unread bytes would reset the connection."""
+        """Send ``last`` and let the client read it, as closing with unread bytes would reset the connection."""
         self._answer_collected()
         self._outbox.send([last])
         self._outbox.flush()
@@ -505,8 +504,8 @@ class Conversation:
 def receive_all(
     sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: MemoryClaim
 ) -> bytes:
-    """Return ``head`` and the next ``size_bytes``; the bytes after them fill ``tail``. ``claim`` gets a deadline for
-    each part. Raises OSError if bytes are missing or late.
+    """Return ``head`` and the next ``size_bytes``; following bytes fill ``tail``. ``claim`` gets a deadline per part.
+    OSError if bytes are missing or late.
     """
     secured = isinstance(sock, ssl.SSLSocket)
     try:
@@ -532,17 +531,19 @@ def receive_all(
 
 
 class ReplyBuffer:
+    """Buffer of replies: collects small replies, sends large replies directly."""
+
     def __init__(self, sock: socket.socket, stall_s: float, claim: MemoryClaim, read_ahead: Callable[[], int]) -> None:
         self._sock = sock
         self._stall_s = stall_s
         self._claim = claim
-        self._read_ahead = read_ahead
+        self._read_ahead = read_ahead  # reads input while the client does not read
         self._small = bytearray()
         self._pace = TransferDeadline(stall_s)
         self._movable = select.poll()
 
     def send(self, pieces: Pieces) -> None:
-        """Send, immediately if large: the memory may be released afterwards."""
+        """Send, at once if large, as the memory may be released afterwards."""
         if sum(memoryview(piece).nbytes for piece in pieces) < _SMALL_BYTES:
             for piece in pieces:
                 self._small += piece
@@ -558,6 +559,7 @@ class ReplyBuffer:
             self._send([memoryview(small)])
 
     def _send(self, buffers: list[memoryview]) -> None:
+        """Send the buffers; TimeoutError if the client is too slow."""
         self._pace.begin()
         self._claim.expect(_PART_BYTES)
         secured = isinstance(self._sock, ssl.SSLSocket)
@@ -588,6 +590,7 @@ class ReplyBuffer:
         self._claim.on_moved(size_bytes)
 
     def _await_client(self) -> None:
+        """Wait until the client reads, reading its input meanwhile; TimeoutError if neither."""
         now_s = time.monotonic()
         deadline_s, read_again_s = now_s + self._stall_s, now_s
         while now_s < deadline_s:
@@ -606,6 +609,7 @@ class ReplyBuffer:
 
 
 def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Return the first ``_PART_BYTES`` of ``buffers``, for one call."""
     part, remaining_bytes = list[memoryview](), _PART_BYTES
     for buffer in buffers[:_MAX_PIECES]:
         part.append(buffer[:remaining_bytes])
@@ -619,7 +623,7 @@ def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 def listen_at(address: ListenAddress) -> socket.socket:
-    """Return a listening socket. A new socket file is private to this user; a stale file is replaced. OSError if the
+    """Return a listening socket. A new socket file is private to this user, a stale file replaced. OSError if the
     address is in use, or not of this computer.
     """
     if not address.path:
@@ -642,7 +646,7 @@ def listen_at(address: ListenAddress) -> socket.socket:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock the folder against other daemons, for at most ``_REPLACED_S``."""
+    """Lock the folder against other daemons; after ``_REPLACED_S`` go on without."""
     fd, deadline_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
     try:
         while time.monotonic() < deadline_s:
@@ -657,7 +661,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a killed daemon's socket file; OSError if a process listens there."""
+    """Remove a dead daemon's socket file; OSError if a process listens."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -1,7 +1,7 @@
 """Inline commands, as telnet sends them, and the detection of other protocols.
 
-Web pages may send HTTP and TLS to any port of their user's computer. So HTTP, or a first byte that cannot begin a line,
-ends the connection: a later command would come from the page.
+Web pages may send HTTP and TLS to any port of their user's computer. So these end the connection: a later command would
+come from the page.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _BACKSLASH, _QUOTE, _APOSTROPHE = b"\\\"'"
 
 
 def may_begin_with(byte: int) -> bool:
-    """Return True if a line may begin so; TLS, HTTP/2, STUN and database greetings do not."""
-    return byte in _FIRST
+    return byte in _FIRST  # TLS, HTTP/2, STUN and database greetings do not begin so
 
 
 def is_http(line: bytes) -> bool:
@@ -53,6 +52,7 @@ def words_of(line: bytes) -> list[bytes] | None:
 
 
 def _quoted(line: bytes, at: int, word: bytearray) -> int:
+    """Append the quoted text at ``at`` to ``word``; return the position after it, -1 if the quote is open."""
     quote = line[at]
     at += 1
     while at < len(line):

@@ -16,13 +16,12 @@ from skymemory.store.base import KEY_BYTES
 from skymemory.store.named_values import named_key
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES
 
-_ODD_NAME = "\0bytes:"
-"""Prefix of the name of a key that is not text."""
+_ODD_NAME = "\0bytes:"  # prefix of the name of a key that is not text
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key of the protocol and the store. ``name`` is empty for a block."""
+    """Client's key: the store's key, and the name (empty: a block)."""
 
     stored: bytes
     name: str = ""
@@ -33,6 +32,7 @@ class Key:
 
     @classmethod
     def of_bytes(cls, key: bytes) -> Key:
+        """Return the key that a client sent: a block's, or a name. Bytes that are no text get a prefix."""
         if key.startswith(NAMESPACE) and len(key) == len(NAMESPACE) + KEY_BYTES:
             return cls(key[len(NAMESPACE) :])
         try:
@@ -44,14 +44,15 @@ class Key:
         return cls(named_key(name), name)
 
     def overhead(self) -> int:
+        """Return how much longer the stored value is than the client's."""
         return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
 
     def front(self, size_bytes: int) -> bytes:
+        """Return the header stored before a value."""
         return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
 
 
-_key_of = lru_cache(256)(Key.of_bytes)
-"""Cache of digests: a SET needs its key's twice, a GET after EXISTS again."""
+_key_of = lru_cache(256)(Key.of_bytes)  # cache of digests: a SET needs its key's twice, a GET after EXISTS again
 
 
 def client_key(name: str) -> bytes:
@@ -60,13 +61,11 @@ def client_key(name: str) -> bytes:
 
 
 MAX_PATTERN_BYTES = 1024
-"""Size limit: compiling takes quadratic time, and compiled patterns are cached."""
+"""Size limit: compiling takes quadratic time."""
 
 
 def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
-    """Compile a pattern for complete names, matched in linear time for each ``*``: skipped text is not tried again.
-    None if too long.
-    """
+    """Compile a pattern for complete names, matched in linear time for each ``*``. None if too long."""
     if len(glob) > MAX_PATTERN_BYTES:
         return None
     parts: list[bytes] = [b""]
@@ -93,6 +92,7 @@ def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
 
 
 def _one_of(glob: bytes, at: int) -> tuple[bytes, int]:
+    """Translate the characters in ``[…]``; return them, and the position after."""
     excluded = glob[at : at + 1] == b"^"
     at += excluded
     members = b""

@@ -14,27 +14,27 @@ _MAX_LEASES = 1 << 16
 
 
 class Leases:
-    """Leases of all clients: started loads, or values. Bounded; thread-safe."""
+    """Leases of all clients, as started loads or held values. Thread-safe."""
 
     def __init__(
         self,
         store: Store,
         held_bytes: int,
         clock: Callable[[], float],
-        left_s: Callable[[Sequence[bytes]], Sequence[float]],
+        left_s: Callable[[Sequence[bytes]], Sequence[float]],  # remaining lifetimes
     ) -> None:
         self._store = store
         self._left_s = left_s
-        self._protects = unwrap_store(store).leases
+        self._protects = unwrap_store(store).leases  # else values are held here
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
+        # Keys being leased, with the mark of their last ``begin``; a write removes it.
         self._beginning: dict[bytes, object] = {}
-        """Keys being leased, with the mark of their last ``begin``; a write removes it."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Lease keys; return True for each that the next GET will find."""
+        """Lease keys; True for each that the next GET will find."""
         exists = [presence is Presence.HIT for presence in self._store.lookup(keys)]
         lifetimes_s = self._left_s(keys) if any(exists) else [0.0] * len(keys)
         return [
@@ -43,6 +43,7 @@ class Leases:
         ]
 
     def _begin(self, key: bytes, left_s: float) -> bool:
+        """Lease a key, or extend its lease; False if it is absent, or without room."""
         now_s = self._clock()
         ends_s = now_s + min(LEASE_S, left_s)
         with self._lock:
@@ -52,7 +53,7 @@ class Leases:
                 lease.until_s = ends_s
                 self._leases[key] = self._leases.pop(key)
                 return True
-            if len(self._leases) >= _MAX_LEASES:
+            if lease is None and len(self._leases) >= _MAX_LEASES:
                 return False
             mark = self._beginning[key] = object()
         ticket = self._store.prepare_load([key])
@@ -75,6 +76,7 @@ class Leases:
                 self._store.release(ticket)
 
     def _add(self, key: bytes, lease: Lease, mark: object) -> bool:
+        """Keep a new lease; False without room, or if the key was written meanwhile."""
         size_bytes = 0 if lease.value is None else lease.value.nbytes
         with self._lock:
             # If the key was written or deleted meanwhile, the loaded value may be the previous value.
@@ -104,7 +106,7 @@ class Leases:
                 lease.until_s = min(lease.until_s, self._clock() + left_s)
 
     def end(self, key: bytes) -> None:
-        """Drop a written key's lease. Call it before and after the store is changed."""
+        """Drop a key's lease; called before and after each write."""
         if not self._leases and not self._beginning:
             return
         with self._lock:
@@ -116,7 +118,7 @@ class Leases:
             self._drop(key)
 
     def _first(self) -> Iterator[tuple[bytes, Lease]]:
-        """Yield the oldest leases: enough to drop all expired leases over time."""
+        """Yield the oldest leases, enough to drop all expired over time."""
         for number, item in enumerate(self._leases.items()):
             if number == 64:
                 return
@@ -140,7 +142,7 @@ class Leases:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Lease of a key. ``value`` is set if the store cannot protect values."""
+    """Lease of a key. ``value`` is held if the store cannot protect it."""
 
     until_s: float
     ticket: LoadTicket

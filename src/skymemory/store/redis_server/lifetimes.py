@@ -13,11 +13,11 @@ from skymemory.store.base import Expiring, Lasting, Store
 from skymemory.store.named_values import unwrap_store
 
 MAX_GIVEN = 1 << 16
-"""Limit of lifetimes given to a store that cannot report them."""
+"""Limit of lifetimes that the store cannot report."""
 
 
 class Lifetimes:
-    """Lifetimes as the store reports them; else (satellites) as set here. Thread-safe."""
+    """Lifetimes as the store reports them, else (satellites) as set here. Thread-safe."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         inner: object = unwrap_store(store)
@@ -47,7 +47,7 @@ class Lifetimes:
         return [self._given.of(key) - now_s for key in keys]
 
     def give(self, keys: Sequence[bytes], ttl_s: float) -> bool:
-        """Set lifetimes (infinite: never); True if the store promises all."""
+        """Set lifetimes (infinite: never); True if all are promised."""
         if self._lasting is not None:
             return all(self._lasting.expire(keys, ttl_s))
         if self._expiring is None or (ttl_s < math.inf and self.is_full):
@@ -72,12 +72,14 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    condition: bytes = b""
-    get: bool = False
+    """Options of SET and GETEX."""
+
+    condition: bytes = b""  # NX, XX, or empty
+    get: bool = False  # also return the previous value
     ttl_s: float | None = None
     """Lifetime; 0 or less: it has already ended."""
-    persist: bool = False
-    keeps: bool = False
+    persist: bool = False  # remove the lifetime
+    keeps: bool = False  # keep the previous lifetime
 
 
 INT64_BYTES = 20
@@ -86,9 +88,7 @@ _UNIT_MS = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
-    """Return the options; None for an invalid combination. Raises ValueError unless a lifetime is a whole number above
-    0.
-    """
+    """Return the options; None for an invalid combination, ValueError for an invalid lifetime."""
     condition, get, ttl_s, lifetime = b"", False, None, b""
     remaining = list(words)
     while remaining:
@@ -116,7 +116,7 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
 
 
 def ttl_of(number: int, unit: bytes, unix_s: float) -> float:
-    """Return the seconds left of a lifetime of EX, PX, EXAT or PXAT; ValueError if its end in ms exceeds 64 bits."""
+    """Return the seconds left of an EX, PX, EXAT or PXAT; ValueError beyond 64 bits."""
     is_time, ms = unit.endswith(b"AT"), number * _UNIT_MS[unit]
     if not -(1 << 63) <= ms < (1 << 63) - (0 if is_time else int(unix_s * 1000)):
         raise ValueError("invalid expire time")
@@ -124,7 +124,7 @@ def ttl_of(number: int, unit: bytes, unix_s: float) -> float:
 
 
 def parse_integer(word: bytes) -> int:
-    """Return a whole number of 64 bits, as Redis reads it; else ValueError."""
+    """Return a whole number of 64 bits; else ValueError."""
     if len(word) > INT64_BYTES or _INT64.fullmatch(word) is None or not -(1 << 63) <= int(word) < 1 << 63:
         raise ValueError("value is not an integer or out of range")
     return int(word)

@@ -1,7 +1,7 @@
 """Server side of the Redis serialization protocol, versions 2 and 3: requests in, replies out. No I/O.
 
-For an argument of ``LARGE_BYTES`` or more, ``next`` returns a ``LargeArgument``: the owner of the socket receives its
-remaining bytes into their final buffer, or lets ``discard`` skip the request.
+For an argument of ``LARGE_BYTES`` or more, ``next`` returns a ``LargeArgument``: the caller receives its other bytes
+into their final buffer, or lets ``discard`` skip the request.
 
 Source: redis.io/docs/latest/develop/reference/protocol-spec.
 """
@@ -17,25 +17,25 @@ from skymemory.store.base import Buffer
 from skymemory.store.redis_server import inline
 
 LARGE_BYTES = 32 << 10
-"""Size from which an argument is received separately; copying less costs less than a call."""
+"""Size from which an argument is received separately."""
 MAX_LINE_BYTES = 64 << 10
 MAX_BULK_BYTES = 10**12 - 1
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
 """Limit of a request's small arguments, together."""
+# Limits before authentication, as in Redis: arguments, and bytes of each.
 _STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
-"""Limits before authentication, as in Redis: arguments, and bytes of each."""
 _WORD_BYTES = 64
 
 _CRLF = b"\r\n"
 
 
 class ProtocolError(SkyMemoryError):
-    """Malformed request, or a limit exceeded. It ends the connection."""
+    """Malformed request, or a limit exceeded; ends the connection."""
 
 
 class Stranger(ProtocolError):
-    """Request of another protocol. Nothing from there on is executed."""
+    """Request of another protocol: nothing more is executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,20 @@ NEED_DATA = NeedData()
 
 
 class RequestParser:
-    """Incremental parser: ``feed``, then ``next`` until it needs data. ``trusted`` (authenticated) may change between
-    requests.
-    """
+    """Incremental parser: ``feed``, then ``next`` until it needs data. ``trusted``: authenticated."""
 
     def __init__(self, max_bulk_bytes: int, *, trusted: bool = True) -> None:
         self.trusted = trusted
         self._max_bulk_bytes = max_bulk_bytes
         self._data = bytearray()
-        self._at = 0
+        self._at = 0  # position in the data
         self._words: list[Word] = []
-        self._missing = 0
+        self._missing = 0  # arguments of the request
         self._small_bytes = 0
         self._large: LargeArgument | None = None
-        self._ends = False
-        self._discards = False
-        self._unread_bytes = 0
+        self._ends = False  # a large argument's line end is next
+        self._discards = False  # a refused request is skipped
+        self._unread_bytes = 0  # of the argument being skipped
         self.is_inline = False
 
     def feed(self, data: Buffer) -> None:
@@ -109,7 +107,7 @@ class RequestParser:
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
     def deliver(self, value: Word, following: Buffer = b"") -> None:
-        """Add the last ``LargeArgument``'s value, and the bytes after it."""
+        """Add a large argument's value, and the bytes after it."""
         self._large = None
         self._words.append(value)
         self._missing -= 1
@@ -122,9 +120,7 @@ class RequestParser:
         self._large, self._words, self._discards = None, [], True
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
-        """Return the next request's words (none for an empty line), or what it needs. A ProtocolError's message is for
-        the client.
-        """
+        """Return the next request's words (none: an empty line), or what it needs."""
         if self._large is not None:
             return self._large
         if self._discards and not self._read_over():
@@ -167,6 +163,7 @@ class RequestParser:
         return list(words)
 
     def _read_over(self) -> bool:
+        """Skip a refused request; False: it has not all arrived."""
         while self._missing:
             if not self._unread_bytes:
                 line = self._line()
@@ -183,6 +180,7 @@ class RequestParser:
         return True
 
     def _whole_words(self) -> list[Word] | None:
+        """Parse complete arguments in a native call; return the words of a complete request."""
         most_words = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
         most_bytes = min(LARGE_BYTES - 1, self._most_bulk_bytes)
         before, under_way = self._at, self._missing
@@ -206,6 +204,7 @@ class RequestParser:
         return self._max_bulk_bytes if self.trusted else min(_STRANGERS_BYTES, self._max_bulk_bytes)
 
     def _argument(self) -> LargeArgument | NeedData | None:
+        """Parse an argument; return what is needed first, if anything."""
         begin = self._at
         line = self._line()
         if line is None:
@@ -263,6 +262,8 @@ class RequestParser:
 
 
 class Reply:
+    """Encoder of replies that differ between RESP 2 and 3."""
+
     def __init__(self, version: int = 2) -> None:
         self.version = version
 

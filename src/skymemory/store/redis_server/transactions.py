@@ -1,7 +1,7 @@
 """MULTI, EXEC and WATCH: commands that wait for EXEC, and keys that must not change before it.
 
-EXEC locks its commands' and all watched keys against this daemon's other writers, not readers, who may see an old and a
-new value. WATCH sees this daemon's writes, expiry and eviction, so stores with other writers refuse it.
+EXEC locks its commands' and all watched keys against this daemon's other writers, not readers. WATCH sees this daemon's
+writes, expiry and eviction, so stores with other writers refuse it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class WatchedKeys:
 
 
 class Watches:
+    """Watched keys of all clients; a write marks their watches as changed. Thread-safe."""
+
     def __init__(self) -> None:
         self._by_key: dict[bytes, set[WatchedKeys]] = {}
         self._lock = threading.Lock()

@@ -19,14 +19,13 @@ from skymemory.store.sky.probing import MAX_KNOWN, ClientDriver, IndexRebuilder,
 from skymemory.store.sky.shared_index import SharedIndex
 
 _MAX_CHAIN = 4096
-_FRESH_S = 1.0
-"""Validity of a probe's result: another client may set the key again."""
+_FRESH_S = 1.0  # validity of a probe's result: another client may set the key again
 _NO_PLACES: Mapping[bytes, Place] = {}
 NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Catalog:
-    """Mapping from key to ``ValueInfo``, from the index, from probes without, or from both if it is incomplete."""
+    """Mapping from key to ``ValueInfo``, from the index, from probes, or both if it is incomplete."""
 
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
@@ -34,10 +33,11 @@ class Catalog:
         self._rebuilder = IndexRebuilder(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
+        # Predecessors in this process's calls: good enough for a touch, never for the index.
         self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessors in this process's calls: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
+        """Return the number of leading keys present; probes what the index may lack."""
         self._learn_order(keys)
         if self.index is not None and self._rebuilder is not None:
             indexed = self.index.longest_prefix(keys)
@@ -50,7 +50,7 @@ class Catalog:
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return the infos of the present keys, and True if the others are certainly absent."""
+        """Return the infos of present keys, and True if the others are certainly absent."""
         self._learn_order(keys)
         if self.index is None or self._rebuilder is None:
             infos, certain = self._prober.search(keys) if keys else ({}, True)
@@ -72,8 +72,8 @@ class Catalog:
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Replace stale entries: satellites report a later value, or only others. Return torn values, whose overwritten
-        chunks no complete index vouches for.
+        """Replace entries for which satellites report a later value, or only others. Return values overwritten in
+        place, unless a complete index vouches for them.
         """
         unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
@@ -93,7 +93,7 @@ class Catalog:
         return overwritten
 
     def absent(self, keys: Sequence[bytes]) -> bool:
-        """Return True if a key is known to be absent. Asks no satellite."""
+        """Return True if a key is known to be absent."""
         if self._rebuilder is None:
             return False
         known = self.known(keys)
@@ -103,6 +103,7 @@ class Catalog:
         return None if self.index is None else self.index.bytes_by_servers()
 
     def probing(self) -> dict[str, int]:
+        """Return figures of index and probes."""
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilder is not None and self.index is not None:
             figures["index_complete"] = int(self.index.complete)
@@ -126,7 +127,7 @@ class Catalog:
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """Return an entry's chunk size. If not written (earlier releases): the default or ours if it fits, else the
+        """Return an entry's chunk size; if unwritten (earlier releases), the default or ours if it fits, else the
         largest.
         """
         if info.chunk_bytes:
@@ -152,7 +153,7 @@ class Catalog:
             self._predecessors.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Return the infos known here. Asks no satellite."""
+        """Return the infos known without asking satellites."""
         if self.index is None:
             entries = {key: self._known.get(key) for key in keys}
             return {key: known[0] for key, known in entries.items() if known is not None}
@@ -160,6 +161,7 @@ class Catalog:
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
     def before(self, key: bytes) -> list[ValueInfo]:
+        """Return the known values before ``key`` in its chain, first to last."""
         chain: list[bytes] = []
         parent = self._predecessors.get(key)
         while parent is not None and len(chain) < _MAX_CHAIN:
@@ -171,7 +173,7 @@ class Catalog:
         return list(self.known(chain).values()) if chain else []
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Search the distinct keys. A probing ``prefix``'s results are used once."""
+        """Search each key once. Without an index, what ``prefix`` has just found is used up."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
             infos, certain = self.search(wanted)
@@ -195,7 +197,7 @@ class Catalog:
         return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b"") -> None:
-        """Enter stored values at their writer's places. ``record``: of ``record_of``."""
+        """Enter stored values. ``record``: their journal record, from ``record_of``."""
         if self._rebuilder is None:
             for info in infos:
                 self._known.pop(info.key, None)  # it was the entry of the previous value
@@ -212,7 +214,7 @@ class Catalog:
         *,
         patient: bool = False,
     ) -> None:
-        """Enter runs of a chain as one record each. Only ``patient`` waits for the index's lock."""
+        """Enter values: successive blocks as one record. Only ``patient`` waits for the index's lock."""
         if self.index is None:
             return
         unplaced: dict[bytes, BlockInfo] = {}
@@ -236,7 +238,7 @@ class Catalog:
             self.index.add_unplaced(list(unplaced), list(unplaced.values()), patient=patient)
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
-        """Replace the entry of a copied value; False if it is no longer ``old``."""
+        """Replace a copied value's entry; False if it is no longer ``old``."""
         if self.index is None:
             return True
         return self.index.replace(
@@ -295,7 +297,9 @@ def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
-    """Return the latest other value, if later, or if none reports ``info``: leftovers prove nothing."""
+    """Return the latest other value reported, if later than ``info``, or ``info`` is not reported; else it is a
+    leftover.
+    """
     candidates = [candidate for candidate in reported if not _same_setting(info, candidate)]
     if not candidates:
         return None
@@ -311,7 +315,7 @@ arrival; "ever": wherever copies may have been left.
 
 
 class Holders:
-    """Satellites of a value's chunks, computed from its info and the clock."""
+    """Satellites of a value's chunks, from its info and the clock."""
 
     def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
         self._driver = driver
@@ -357,7 +361,7 @@ class Holders:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
-        """Return satellites with at most ``most`` values per packet; ``but`` spares satellites by key."""
+        """Group values by satellite, at most ``most`` (a packet) per group; ``but``: satellites to leave out."""
         by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
         for info in infos:
             spared = but.get(info.key, ())

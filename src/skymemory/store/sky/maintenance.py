@@ -28,8 +28,7 @@ from skymemory.store.base import LEASE_S
 from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
-_ARRIVES_WITHIN_S = 1.3
-"""Time in which a command arrives: 0.8 s of repeats, at most 0.5 s around the world."""
+_ARRIVES_WITHIN_S = 1.3  # time in which a command arrives: 0.8 s of repeats, at most 0.5 s around the world
 
 
 _MOST_OWED = 1024
@@ -45,14 +44,13 @@ class Evictor:
         self._catalog = catalog
         self._holders = holders
         self._counters = counters
-        self._owed: dict[ValueInfo, float] = {}
-        """Replaced values of silent satellites, and the times of replacement."""
+        self._owed: dict[ValueInfo, float] = {}  # replaced values of silent satellites, and the times of replacement
         self._owing = Lock()
-        self._pays_s = -math.inf
+        self._pays_s = -math.inf  # time of the next ``pay``
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Evict values that reads, started at ``looked_s``, found incomplete. If a key was set again since, only our
-        entry is dropped.
+        """Evict the rest of values that reads, started at ``looked_s``, found incomplete. If the key was set again,
+        only our entry is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -66,8 +64,8 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Evict leftovers of replaced values, which readers without an index would take for the value. For the same
-        setting, the new value's chunks are spared. Silent satellites are asked again (``pay``).
+        """Evict leftovers of replaced values, which readers without an index would take for the value, sparing the new
+        chunks. Silent satellites are asked again (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -96,7 +94,7 @@ class Evictor:
                 self._owed.pop(info, None)
 
     def pay(self) -> None:
-        """Retry owed evictions, at most once per second, wherever the chunks may be."""
+        """Repeat unanswered evictions, at most once per second, wherever the chunks may be."""
         if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
             return
         self._pays_s = now_s + _PAYS_EVERY_S
@@ -112,9 +110,7 @@ class Evictor:
             self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """Evict the parts of failed stores, if a complete index proves the same bytes absent: else they may belong to
-        an intact value.
-        """
+        """Evict the parts of failed stores, if a complete index proves that they belong to no intact value."""
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
             now = self._catalog.known([info.key for info in failed])
@@ -134,7 +130,7 @@ class Evictor:
         reach: Reach = "nearby",
     ) -> set[bytes]:
         """FORGET values, sparing satellites in ``but`` and chunks stored in the last ``since_s``. Return the keys of
-        silent satellites. Earlier releases do not support it: their leftovers age out.
+        silent satellites.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
@@ -145,8 +141,8 @@ class Evictor:
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """EVICT values. Return the keys that can no longer be read: of one server's share, every copy was evicted in
-        its place, or all satellites that may have had it confirm that they hold nothing.
+        """EVICT values. Return the keys no longer readable: of some server's share every copy was evicted, or all
+        satellites that may have had it hold nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
@@ -171,7 +167,7 @@ class Evictor:
         return keys
 
     def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
-        """EVICT. ``confirmed`` gets satellites that hold nothing any more, ``emptied`` those that had all chunks."""
+        """EVICT. ``confirmed`` gets satellites that hold nothing, ``emptied`` those that had all chunks."""
         expected = {info: self._holders.chunks_of(info) for info in infos}
         pages = self._holders.pages(infos, reach, but=confirmed)
         evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
@@ -202,7 +198,7 @@ _PARKED = STRATEGY_CODES["hop"]
 
 
 class Prefetcher:
-    """Copier of values to the satellites that will be overhead at a given time.
+    """Copier of values to the satellites overhead at a given time.
 
     Values of migrating strategies follow the box. A *parked* value (``hop`` or ``baseline``) is
 
@@ -226,11 +222,12 @@ class Prefetcher:
         self._holders = holders
         self._evictor = evictor
         self._counters = counters
-        self._obsolete: list[tuple[float, ValueInfo]] = []
+        self._obsolete: list[tuple[float, ValueInfo]] = []  # copies to delete, and when
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
-        """Return True per key if its value will be near at ``at_s``. ``target``: moves of another place's box."""
+        """Return True per key if it will be near at ``at_s``. ``target``: moves of another place's box."""
         self._forget_obsolete()
+        # Moves: slots and planes by which the box of satellites has moved since the epoch.
         follows_box = target is None
         target_moves = self._driver.machine.moves_at(at_s) if target is None else target
         infos = self._catalog.find(keys)
@@ -248,6 +245,9 @@ class Prefetcher:
         return displaced(info.strategy, 0) == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
+        """Copy values around the satellite overhead after the moves ``aim``; return the keys whose entry names the
+        copy.
+        """
         driver, machine, replicas = self._driver, self._driver.machine, self._holders.replicas
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
@@ -277,6 +277,7 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
+        """Delete copies that are due, except on the current copy's satellites."""
         now_s = self._driver.now_s()
         expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]

@@ -1,7 +1,6 @@
 """Questions to the satellites of the box: values (HAS), names (LIST), time (PING).
 
-``Prober`` finds values without an index, ``IndexRebuilder`` those that an incomplete index lacks. Binary search for a
-prefix (paper §3.8) fails if eviction has punched holes. So ``PrefixSearch``
+Binary search for a prefix (paper §3.8) fails if eviction has punched holes. So ``PrefixSearch``
 
 1. narrows down the first absent block, with several probes per round;
 2. then (``verify``) probes every earlier block; an absent block moves the boundary back, and the search continues.
@@ -46,8 +45,8 @@ class PrefixSearch:
             raise InvalidInput(
                 f"cannot search {count} blocks by {batch} and {verify_batch}: batches are 1 or more, count 0 or more"
             )
-        self._state = bytearray(count)
-        self._boundary = count
+        self._state = bytearray(count)  # answer for each block
+        self._boundary = count  # first block known to be absent
         self._batch = batch
         self._verify_batch = verify_batch
         self._verify = verify
@@ -70,7 +69,7 @@ class PrefixSearch:
         return self._boundary
 
     def next_probe(self) -> list[int]:
-        """Return positions to probe, ascending: the same until an answer, empty when done."""
+        """Return positions to probe, the same until an answer; none when done."""
         positions = self._next()
         if positions and not self._asked.issuperset(positions):
             self._asked.update(positions)
@@ -78,7 +77,7 @@ class PrefixSearch:
         return positions
 
     def answer(self, presence: Mapping[int, bool]) -> None:
-        """Feed answers to some or all positions. An absent block stays absent."""
+        """Feed answers; an absent block stays absent."""
         for position, present in presence.items():
             if not 0 <= position < len(self._state):
                 raise InvalidInput(f"an answer for block {position} of a search over {len(self._state)}")
@@ -96,7 +95,7 @@ class PrefixSearch:
         return self._unverified() if self._verify else []
 
     def _spread(self, low: int, width: int) -> list[int]:
-        """Return up to ``batch`` positions of the unknown range, with its last: full hits are common."""
+        """Return up to ``batch`` unknown positions, with the last, as full hits are common."""
         if width <= self._batch:
             return list(range(low, low + width))
         # One probe per round: plain bisection, after a first probe of the end, because a full hit is common.
@@ -123,7 +122,7 @@ class ClientDriver(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Return the lock to hold while operations are begun."""
+        """Return the lock for beginning operations."""
 
     def now_s(self) -> float: ...
 
@@ -136,7 +135,7 @@ class ClientDriver(Protocol):
         striping: Striping,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Write one value. ``meanwhile`` is called once before its end, with the lock held."""
+        """Write a value. ``meanwhile`` is called once before its end, with the lock held."""
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Send and receive until these operations have ended."""
@@ -151,7 +150,7 @@ Item = TypeVar("Item")
 def ask_all(
     driver: ClientDriver, op: Op, questions: Iterable[tuple[SatelliteId, bytes, Tag]]
 ) -> list[tuple[Tag, Finished]]:
-    """Ask many satellites at once: satellite, body, tag for the answer."""
+    """Ask many satellites at once: satellite, body, and a tag to return with the answer."""
     now_s = driver.now_s()
     with driver.lock:
         tags = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
@@ -160,7 +159,6 @@ def ask_all(
 
 
 def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes], list[Item]]) -> list[Item]:
-    """Unpack an answer; empty if failed or (counted) malformed."""
     try:
         return unpack(answer.body) if answer.ok else []
     except MalformedPacket:
@@ -173,8 +171,8 @@ _EARLIER_BOXES = 8
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Return the number of leading keys present, also with holes. The first ``find`` includes the first key: enough for
-    an unknown prompt.
+    """Return the number of leading keys present, also with holes; ``find`` returns those present. Its first call has
+    the first key: enough for an unknown prompt.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
@@ -187,9 +185,7 @@ def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) 
 
 
 class Prober:
-    """Finder of values without an index: asks the box's centre, then its other satellites. The centre may have no chunk
-    of a value with few chunks.
-    """
+    """Finder of values without an index: asks the box's centre, then its other satellites."""
 
     def __init__(
         self,
@@ -211,9 +207,7 @@ class Prober:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return the box's values, in two or three round trips, and True if the others are certainly absent. After a
-        move the previous box is asked too: chunks outlive their handover.
-        """
+        """Return the box's values, in two or three round trips, and True if the others are certainly absent."""
         moves = self._moves()
         infos, certain = self._search_at(moves, keys)
         # Answers may have corrected our count of moves: then the wrong satellites were asked.
@@ -231,6 +225,8 @@ class Prober:
             return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """Search the centre, then its box and boxes of displaced values; True if the others are absent."""
+        # ``moves``: slots and planes by which the box has moved; ``certain``: all satellites asked have answered.
         centre = self._sky.centre_at(moves)
         infos, certain = self._ask([centre], keys)
         unknown = [key for key in keys if key not in infos]
@@ -272,6 +268,7 @@ class Prober:
     def _settings(
         self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]
     ) -> tuple[dict[bytes, list[ValueInfo]], bool]:
+        """Return what satellites report of each key, and True if all answered."""
         pages = [keys[at : at + MAX_KEYS_PER_PACKET] for at in range(0, len(keys), MAX_KEYS_PER_PACKET)]
         bodies = [(messages.pack_keys(page), page) for page in pages]
         answers = ask_all(self._driver, Op.HAS, [(at, *body) for at in satellites for body in bodies])
@@ -291,7 +288,7 @@ class Prober:
         return reported, all(answer.ok for _, answer in answers)
 
     def _believable(self, info: ValueInfo) -> bool:
-        """Check that such a value can exist: readers allocate its memory before the first byte."""
+        """Check that such a value can exist, as readers allocate its memory."""
         if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
             return False
         try:
@@ -303,7 +300,7 @@ class Prober:
 
 
 def value_info(key: bytes, presence: ChunkPresence) -> ValueInfo | None:
-    """Return the value in an answer; None if the satellite holds only the last, shorter chunk."""
+    """Return the value in an answer; None if only the last, shorter chunk is there."""
     if presence.chunks > 1 and presence.index == presence.chunks - 1:
         return None
     tag = presence.tag
@@ -329,21 +326,19 @@ _UNKNOWN = (0.0, False)
 class IndexRebuilder:
     """Rebuilder of an incomplete index: probes satellites for unknown keys when used.
 
-    Values found enter the shared index. A key not found counts as absent here for ``ABSENT_S`` (``SILENT_S`` with a
-    silent satellite): a new prompt is not searched at each token.
+    Values found enter the index. A key not found counts as absent here for ``ABSENT_S`` (``SILENT_S`` with a silent
+    satellite).
     """
 
     def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
         self._index = index
         self._prober = prober
         self._adopt = adopt
-        self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
-        """End of absence, and True if certain."""
+        self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()  # end of absence, and True if certain
         self.keys_probed = 0
         self.values_adopted = 0
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Probe unindexed keys; return values, and True if the others are certainly absent."""
         wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
         infos = self._probe(wanted) if wanted else {}
         return infos, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in infos)
@@ -367,7 +362,6 @@ class IndexRebuilder:
         return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
     def record_evicted(self, keys: Iterable[bytes]) -> None:
-        """Record evicted keys: leftovers must not be found immediately."""
         if not self._index.complete:
             self._remember(keys, True)
 
@@ -376,6 +370,7 @@ class IndexRebuilder:
             self._absent.pop(key, None)
 
     def _probe(self, keys: list[bytes]) -> dict[bytes, ValueInfo]:
+        """Probe keys; enter values found, remember the others as absent."""
         infos, certain = self._prober.search(keys)
         self.keys_probed += len(keys)
         self._remember((key for key in keys if key not in infos), certain)
@@ -395,9 +390,7 @@ class IndexRebuilder:
 
 
 def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
-    """List the named values on ``satellites``, by name, if their first chunk is readable. Raises CommandsRefused if all
-    that answered refuse.
-    """
+    """List the named values on ``satellites``, by name. Raises CommandsRefused if all that answered refuse."""
     first_chunks: dict[bytes, tuple[SatelliteId, ChunkPresence]] = {}
     for satellite, key, presence in _list_keys(driver, satellites):
         if presence.index == 0:
@@ -414,6 +407,7 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
 def _list_keys(
     driver: ClientDriver, satellites: list[SatelliteId]
 ) -> Iterator[tuple[SatelliteId, bytes, ChunkPresence]]:
+    """Yield satellite, key and presence of all keys, page by page."""
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
@@ -430,13 +424,12 @@ def _list_keys(
                 yield from ((satellite, key, presence) for key, presence in page)
 
 
-_ENOUGH_CLOCKS = 3
-"""Answers to wait for: a single clock may be wrong."""
+_ENOUGH_CLOCKS = 3  # answers to wait for: a single clock may be wrong
 
 
 def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
-    """PING the centre and its neighbours, to adopt their moves: an operator may have pushed the box. Return the seconds
-    that satellites' clocks are ahead (median, within half a round trip).
+    """PING the centre and its neighbours, to adopt their moves. Return the seconds that satellites' clocks are ahead
+    (median, within half a round trip).
     """
     machine = driver.machine
     with driver.lock:

@@ -1,10 +1,10 @@
 """Radix index on the ground, shared by the processes of one computer through an append-only journal.
 
 **Reads and writes.** A change is a record, appended under a file lock; each lookup first replays others' records
-(``_follow``). Without a path the index lives in this process only.
+(``_follow``).
 
-**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``: the holder may be stopped. The record then
-goes to a side file without a lock; the index is incomplete until the next holder has moved it into the journal.
+**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``. The record then goes to a side file without
+a lock; the index is incomplete until the next holder has moved it into the journal.
 
 **Damage.** The first process that sees a torn record cuts the journal off there and appends a record of the loss.
 
@@ -43,20 +43,18 @@ from skymemory.pacing import Backoff
 _log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 0.5
-"""Longest wait of a put for the lock, normally held for a millisecond."""
+"""Longest wait of a put for the lock."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
 _BESIDE, _TAKEN = ".late", ".taken"
-_LOOKS = 50
-"""Attempts to read a torn record of the side file, perhaps only being written."""
+_LOOKS = 50  # attempts to read a torn record of the side file, perhaps only being written
 COMPACT_BYTES = 1 << 20
-"""Least size for compaction: less is replayed in a tenth of a second."""
-_COMPACT_TIMES = 4
-"""Least factor of compaction, which adds a fourth to the cost of a block."""
+"""Least size for compaction."""
+_COMPACT_TIMES = 4  # least factor of compaction, which adds a fourth to the cost of a block
 _BLOCK_BYTES = 68
 _NEW = ".new"
 _LOCKS = Path("/proc/locks")
+# Wait for earlier releases' writers at a replaced journal's lock; a writer just woken is not seen.
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 0.5
-"""Wait for earlier releases' writers at a replaced journal's lock; a writer just woken is not seen."""
 _KEPT_JOURNALS = 4
 _PIECE_BYTES = 8 << 20
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -64,16 +62,14 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 @dataclass(slots=True)
 class _Replaced:
-    """Journal that we have replaced, still open, and its bytes copied."""
+    """Journal that we have replaced, and its bytes copied."""
 
     fd: int
     taken_bytes: int
 
 
 class SharedIndex:
-    """``RadixIndex`` that follows its journal file. Thread-safe. Raises InvalidInput if the journal cannot be
-    opened.
-    """
+    """``RadixIndex`` that follows its journal file, if any. Thread-safe. InvalidInput if it cannot be opened."""
 
     def __init__(self, path: Path | None = None, *, born: bool | None = None) -> None:
         """Open. ``born``: the constellation is empty, so a new journal is complete."""
@@ -87,23 +83,16 @@ class SharedIndex:
         self._taken = f"{self._beside}{_TAKEN}"
         self.unwritten = 0
         self.written_beside = 0
-        self.locked_out = False
-        """True if the last write did not get the lock."""
-        self._ahead = False
-        """True if we know records that the journal lacks."""
-        self._lost = False
-        """True if such records could not be written anywhere."""
-        self._kept_beside = False
-        """True if there was a side file at the last replay."""
-        self._unread = False
-        """True if the journal has a torn tail, perhaps only being written."""
-        self._shortened = False
-        """True if the journal was cut before replayed records, which this program never does."""
+        self.locked_out = False  # True if the last write did not get the lock
+        self._ahead = False  # True if we know records that the journal lacks
+        self._lost = False  # True if such records could not be written anywhere
+        self._kept_beside = False  # True if there was a side file at the last replay
+        self._unread = False  # True if the journal has a torn tail, perhaps only being written
+        self._shortened = False  # True if the journal was cut before replayed records, which this program never does
         self._old: deque[_Replaced] = deque()
+        # Lock of our threads. The file lock excludes only other processes; a forked child, which shares it, closes its
+        # copy.
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
-        """Lock of our threads. The file lock excludes only other processes; a forked child, which shares it, closes its
-        copy.
-        """
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +120,6 @@ class SharedIndex:
 
     @property
     def unknown_records(self) -> int:
-        """Return the number of a later release's records, as of the last lookup."""
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:
@@ -152,13 +140,12 @@ class SharedIndex:
             return self._index.bytes_by_servers()
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys all present; ``keys`` need not be a chain."""
         with self._lock:
             self._follow()
             return self._index.longest_prefix(keys)
 
     def before(self, key: bytes, most: int) -> list[bytes]:
-        """Return up to ``most`` known blocks before ``key``, nearest first."""
+        """Return known blocks before ``key``, nearest first."""
         ancestors: list[bytes] = []
         with self._lock:
             self._follow()
@@ -181,9 +168,7 @@ class SharedIndex:
         *,
         patient: bool = True,
     ) -> None:
-        """Add a chain at its writer's places, replacing older entries; contradictory places are dropped. ``patient``:
-        as in ``_write``.
-        """
+        """Add a chain at its writer's places, replacing older entries; contradictory places are dropped."""
         self._write(lambda: self._enter_chain(keys, infos, start, parent), patient)
 
     def _enter_chain(
@@ -207,7 +192,7 @@ class SharedIndex:
         return encode_record(Record(RecordOp.REMOVE, removed)) if removed else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
-        """Return the record that adds a value at its writer's or known place; empty if contradictory."""
+        """Return the record that adds a value; empty if contradictory."""
         if place is not None:
             start, parent = place.depth, place.parent
         else:
@@ -219,7 +204,7 @@ class SharedIndex:
         return b""
 
     def add_record(self, record: bytes) -> bool:
-        """Add a record; False, with no change, if it contradicts the index."""
+        """Add a record; False, unchanged, if it contradicts the index."""
 
         def change() -> bytes:
             replay_all(record, self._index, self._state)
@@ -238,7 +223,7 @@ class SharedIndex:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
-        """Add entries by replaying their record, as others will. InvalidInput, with no change, on a contradiction."""
+        """Add entries by replaying their record, as others will. InvalidInput, unchanged, on a contradiction."""
         record = encode_record(Record(RecordOp.ADD, keys, infos, start, parent))
         replay_all(record, self._index, self._state)
         return record
@@ -246,9 +231,9 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Compare and swap: replace a key's entry if it is still ``expected``; True if so.
+        """Compare and swap a key's entry; True if it was still ``expected``.
 
-        Not tried without the lock: what its holder writes would be compared with nothing, and undone.
+        Not tried without the lock: what its holder writes would be undone.
         """
         done = False
 
@@ -289,8 +274,7 @@ class SharedIndex:
 
     def _write(self, change: Callable[[], bytes], patient: bool = False, *, side_file: bool = True) -> bool:
         """Apply a change and append its records; to the side file if the lock is not free (``patient``: after
-        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``side_file``, the lock is
-        not free and nothing changed.
+        ``LOCK_WAIT_S``). False: the disk is full; or, without ``side_file``, nothing changed.
         """
         give_up_s, pauses = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), Backoff(_LEAST_PAUSE_S, _MOST_PAUSE_S)
         while True:
@@ -311,6 +295,7 @@ class SharedIndex:
             time.sleep(pauses.next_s())  # without our lock: other threads continue reading
 
     def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
+        """Apply and append a change if the file lock is free, else None. Returns as ``_write_locked``."""
         if self._fd < 0:
             return None
         # 1. Lock the current journal; 2. replay others' records; 3. change and append; 4. compact if needed.
@@ -349,8 +334,8 @@ class SharedIndex:
         self.locked_out = locked_out
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """Apply a change. Return True if processes wait for a replaced journal's lock, and True if written. Requires
-        the file lock.
+        """Apply a change, with the file lock. Return True if processes wait for a replaced journal's lock, and True if
+        written.
         """
         if self._ahead:  # new records must follow from the journal's content
             self._reset()
@@ -372,7 +357,7 @@ class SharedIndex:
     # --- records in the side file ---
 
     def _write_beside(self, change: Callable[[], bytes]) -> bool:
-        """Append to the side file; False if the disk is full."""
+        """Apply a change and append it to the side file; False if the disk is full."""
         self._follow()
         state = copy.copy(self._state)
         record = change()
@@ -395,7 +380,7 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Append. False, leaving a torn tail, if there is no room; OSError if even that fails."""
+        """Append. False, leaving a torn tail, without room; OSError if even that fails."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
@@ -416,7 +401,7 @@ class SharedIndex:
         return os.path.exists(self._beside) or os.path.exists(self._taken)
 
     def _take_in(self) -> None:
-        """Move the side file's records into the journal; after a kill the next process does. Requires the file lock."""
+        """Move the side file's records into the journal, with the file lock; after a kill the next process does."""
         lost, self._lost = self._lost, False
         for is_new in (False, True):  # first the file renamed by a process that was killed
             try:
@@ -432,6 +417,7 @@ class SharedIndex:
             self._append_lost()
 
     def _move_in(self, path: str) -> bool:
+        """Append a side file's records to the journal, and remove it; False without room."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         taken_bytes, removed, attempts = 0, False, _LOOKS
         try:
@@ -463,6 +449,7 @@ class SharedIndex:
             os.close(fd)
 
     def _repeat(self, record: Record) -> bytes:
+        """Apply a record of another file; return the journal's."""
         if record.op is RecordOp.ADD:
             return self._enter_chain(record.hashes, record.infos, record.start, record.parent)
         if record.op is RecordOp.REMOVE:
@@ -476,6 +463,7 @@ class SharedIndex:
     # --- the journal's length ---
 
     def _compact(self) -> bool:
+        """Replace a journal mostly about removed blocks; True if done."""
         blocks, path, state = len(self._index), self._path, self._state
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
         self._compact_at_bytes = least_bytes
@@ -506,6 +494,7 @@ class SharedIndex:
         return True
 
     def _wait_for_writers_of_old(self) -> None:
+        """Wait for older releases that write to the replaced journal; copy their records."""
         started_s, is_done = time.monotonic(), False
         while not is_done and time.monotonic() < started_s + _MOST_WAIT_S:
             time.sleep(0.001)
@@ -522,6 +511,7 @@ class SharedIndex:
             self._copy_from_replaced()
 
     def _copy_from_replaced(self) -> None:
+        """Copy new records of replaced journals."""
         for old in list(self._old):
             new_bytes = os.fstat(old.fd).st_size - old.taken_bytes
             if new_bytes <= 0:
@@ -532,7 +522,7 @@ class SharedIndex:
                 self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
-        """Append. False if there is no room: the torn tail shows others the loss. OSError if even that fails."""
+        """Append. False without room: the torn tail shows others the loss. OSError if even that fails."""
         try:
             written = os.write(self._fd, record)
         except OSError:
@@ -554,7 +544,7 @@ class SharedIndex:
         self._ahead = False
 
     def _reopen(self) -> None:
-        """Open the journal that replaced ours. If its folder was removed, no constellation runs there: keep ours."""
+        """Open the journal that replaced ours; keep ours if the folder was removed."""
         if self._path is None:
             return
         try:
@@ -567,6 +557,7 @@ class SharedIndex:
         self._shortened = False
 
     def _follow(self) -> None:
+        """Replay what others have written, in the journal or its successor; cut off a torn record."""
         if self._old:
             self._copy_from_replaced()
         if self._fd < 0:
@@ -588,6 +579,7 @@ class SharedIndex:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _replay(self, size_bytes: int) -> bool:
+        """Replay up to ``size_bytes``; False if damaged there."""
         if size_bytes < self._replayed_bytes:
             self._reset()
             self._shortened = True
@@ -601,6 +593,7 @@ class SharedIndex:
         return is_intact and not self._shortened
 
     def _replay_on(self, size_bytes: int) -> bool:
+        """Replay in pieces; False at an unreadable record."""
         piece_bytes = _PIECE_BYTES
         while self._replayed_bytes < size_bytes:
             left_bytes = size_bytes - self._replayed_bytes
@@ -614,7 +607,7 @@ class SharedIndex:
         return self._replayed_bytes == size_bytes
 
     def _cut_off(self) -> bool:
-        """Overwrite the unreadable tail with a record of the loss: the journal never looks intact without it."""
+        """Overwrite the unreadable tail with a record of the loss."""
         record = self._record_state(Record(RecordOp.LOST))
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_APPEND)
@@ -660,7 +653,7 @@ def _sync_folder(path: str) -> None:
 
 
 def create_journal(path: Path) -> None:
-    """Create the complete, empty journal of a starting constellation."""
+    """Create the complete, empty journal of a new constellation."""
     path.unlink(missing_ok=True)  # a client of the previous constellation may have created a journal
     for suffix in (_NEW, _BESIDE, _BESIDE + _TAKEN):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -668,7 +661,7 @@ def create_journal(path: Path) -> None:
 
 
 def inspect_journal(path: Path) -> tuple[JournalState, int] | None:
-    """Return a journal's state and number of values; None if there is no journal."""
+    """Return a journal's state and number of values, if any."""
     if not path.exists():
         return None
     index = SharedIndex(path)

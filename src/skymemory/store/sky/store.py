@@ -1,7 +1,7 @@
 """Constellation tier: values are cut into chunks on satellites, under the common contract.
 
-A warm read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
-client's state machine for each, and the driver runs them together. Info and clock give the satellites.
+A read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
+client's state machine for each, and the driver runs them together.
 
 A failed read is a miss, but no proof of loss: a chunk may be moving. Only a value with a chunk proved lost
 (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
@@ -58,19 +58,18 @@ from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.units import format_size
 
 _TYPICAL_BYTES = 3e6
+# Failures that may be wrong: the value is read again before it is evicted.
 _DOUBTFUL = (Miss.CORRUPT, Miss.OTHER_VERSION)
-"""Failures that may be wrong: the value is read again before it is evicted."""
+# Failures of writes in words for users; others are words already.
 _WORDS = {
     Miss.UNREACHABLE: "none of its satellites can be reached",
     Miss.TIMEOUT: "satellites did not answer in time",
     Miss.OUT_OF_SIGHT: "no satellite for it is in sight",
 }
-"""Failures of writes in words for users; others are words already."""
 
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
-_MAX_SERVERS = 64
-"""Limit believed of another writer."""
+_MAX_SERVERS = 64  # limit believed of another writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class SkySettings:
 
     @property
     def strategy_code(self) -> int:
-        """Return the number on the wire; InvalidInput for an unknown strategy."""
+        """Return the number on the wire; InvalidInput if unknown."""
         code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
@@ -98,27 +97,24 @@ class SkySettings:
 
     @property
     def box_bytes(self) -> float:
-        """Return the bytes that fit into the box; infinite if unknown."""
         memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
         return memory_bytes or math.inf
 
     @property
     def largest_value_bytes(self) -> int:
-        """Return the largest value that fits into an empty box."""
         if not self.memory_per_satellite_bytes:
             return _WIRE_LIMIT_BYTES
         chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Return True if a reported value can exist; with unknown memory, up to a million chunks."""
+        """Return True if a reported value can exist."""
         if not self.memory_per_satellite_bytes:
             return chunks <= _MAX_CHUNKS
         room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MAX_SERVERS)
         return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
 
     def check_size(self, size_bytes: int) -> None:
-        """Raise ValueTooLarge for a value that could never fit."""
         if size_bytes > self.largest_value_bytes:
             raise ValueTooLarge(
                 f"a value of {format_size(size_bytes)} on {self.servers} satellites of "
@@ -129,13 +125,15 @@ class SkySettings:
 
 @dataclass(slots=True)
 class _Ahead:
+    """State before a write: entries of its keys, values before them in the chain; and the new journal record."""
+
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
     chain: list[ValueInfo] = field(default_factory=list)
     record: bytes = b""
 
 
 class ConstellationStore(RemoteStore):
-    """Store of values on satellites. Without ``index``, every lookup probes the box: slower."""
+    """Store of values on satellites. Without ``index``, every lookup probes the box."""
 
     def __init__(
         self,
@@ -186,7 +184,7 @@ class ConstellationStore(RemoteStore):
         return [infos[key].value_bytes if key in infos else None for key in keys]
 
     def _process_notices(self) -> None:
-        """Remove values reported as evicted (GONE) from the index, unless set again since."""
+        """Remove values reported as evicted from the index, unless set again."""
         if not self._driver.machine.any_gone:
             return
         with self._driver.lock:
@@ -200,13 +198,12 @@ class ConstellationStore(RemoteStore):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease by an unacknowledged packet. A satellite that misses it, or leased its share, may evict."""
+        """Lease by an unacknowledged packet."""
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Load without a lease: there is nothing to protect in between."""
         if len(keys) != 1:
             return self.complete_load(super().prepare_load(keys))
         (key,) = self._check(keys)
@@ -217,6 +214,7 @@ class ConstellationStore(RemoteStore):
         return [value]
 
     def _get(self, info: ValueInfo) -> memoryview | None:
+        """Read a single value."""
         size_bytes, started_s = info.value_bytes, self._driver.now_s()
         out = value_buffer(size_bytes)
         outcome = self._driver.read(info, out, self.settings.replicas)
@@ -262,6 +260,7 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
+        """Read values into ``rows``, else ``buffer``; return outcomes and values."""
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
         for info in infos:
@@ -278,7 +277,7 @@ class ConstellationStore(RemoteStore):
         outcomes: dict[bytes, Finished],
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read doubtful values again, evict lost values, adopt replacements."""
+        """Read doubtful values again, evict lost values, adopt replacements; return outcomes and values."""
         doubtful = [
             info for info in infos if (finished := outcomes.get(info.key)) and finished.report.failure in _DOUBTFUL
         ]
@@ -306,6 +305,7 @@ class ConstellationStore(RemoteStore):
         return outcomes, values
 
     def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview | Rows]) -> dict[bytes, Finished]:
+        """Read values concurrently into ``outs``; return the outcomes."""
         driver, machine, replicas = self._driver, self._driver.machine, self.settings.replicas
         if len(infos) == 1:
             finished = [driver.read(infos[0], outs[infos[0].key], replicas)]
@@ -349,12 +349,12 @@ class ConstellationStore(RemoteStore):
             return self._store(ticket)
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Store without a reservation."""
         ticket, now_s = self._store_ticket(items, places)
         with self._stores.at_once(ticket, now_s):
             return self._store(ticket)
 
     def _store(self, ticket: StoreTicket) -> list[bool]:
+        """Write values, enter them into the index, and evict what they replace."""
         started_s = self._driver.now_s()
         keys = [key for key, _ in ticket.items]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
@@ -391,6 +391,7 @@ class ConstellationStore(RemoteStore):
     def _write(
         self, items: Mapping[bytes, Buffer], places: Mapping[bytes, Place], ahead: _Ahead
     ) -> dict[bytes, Finished]:
+        """Write values concurrently; ``ahead`` gets the state before."""
         driver, settings = self._driver, self.settings
         # Without an index, the fill level of small boxes is unknown.
         bytes_by_servers = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
@@ -422,6 +423,7 @@ class ConstellationStore(RemoteStore):
         ahead.chain = self._catalog.before(keys[0]) if keys else []
 
     def _servers_for(self, value: Buffer, bytes_by_servers: dict[int, float] | None) -> int:
+        """Return a value's number of satellites; ``fan_out`` decides by size and the bytes there."""
         settings = self.settings
         if settings.fan_out is None or bytes_by_servers is None:
             return settings.servers
@@ -432,19 +434,18 @@ class ConstellationStore(RemoteStore):
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites overhead at ``at`` (Unix seconds); with
-        ``moves`` (the box of another place, as of a travelling host) all values.
+        ``moves`` (the box of another place) all values.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Touch by an unacknowledged hint."""
         infos = self._catalog.find(self._check(keys))
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Pin values. True if all their satellites promise; each pins at most half of its memory."""
+        """Pin values; True if all their satellites promise."""
         keys, until_s = self._check(keys), self._driver.now_s() + ttl_s if check_ttl(ttl_s) > 0 else 0.0
         infos = self._catalog.find(keys)
         promised = self._retain(Retain.PIN, until_s, list(infos.values()))
@@ -464,6 +465,7 @@ class ConstellationStore(RemoteStore):
         self._hint(Retain.TOUCH, 0.0, infos, last_first=True)
 
     def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
+        """Send a RETAIN to the values' satellites, not waiting for answers."""
         if not infos:
             return
         machine, now_s = self._driver.machine, self._driver.now_s()
@@ -475,6 +477,7 @@ class ConstellationStore(RemoteStore):
         self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
+        """Send a RETAIN to the values' satellites; True per key if all promise it."""
         promised = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
@@ -485,7 +488,7 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: no longer readable, but a silent satellite may keep chunks. None: delete it again."""
+        """Delete values. True: no longer readable; None: delete it again."""
         keys = self._check(keys)
         with self._writing.exclusive(keys):
             infos, certain = self._catalog.search(keys)
@@ -494,13 +497,12 @@ class ConstellationStore(RemoteStore):
         return [(True if key in deleted else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites for the box's moves, as an operator may have pushed it; True if any answered."""
+        """Ask satellites for the box's moves; True if any answered."""
         ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """List the named values in the box, also if dead satellites displaced it."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
         return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
@@ -519,7 +521,7 @@ class ConstellationStore(RemoteStore):
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate without asking satellites: a round trip and the bytes at the recent rate. Unknown keys count as
+        """Estimate without asking satellites: a round trip, and the bytes at the recent rate. Unknown keys count as
         present.
         """
         keys = self._check(keys)

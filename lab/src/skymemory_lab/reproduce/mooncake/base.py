@@ -24,9 +24,7 @@ BOTH: Mapping[str, CostModel] = {"memory": LLAMA_70B_8xA800, "vllm": COST}
 """Cost models for comparisons with coupled machines: the memory bound, and vLLM's steps."""
 MEMORY_WORDS = "decoding memory: the memory's time and nothing else (9 ms one request): a bound, not a measurement"
 FAST_CONTEXTS = replace(COST, memory_share=1.0, decode_fixed_s=0.0357, decode_request_s=3.76e-4)
-"""Alternative fit of vLLM's published steps (error 2.3 %, of ``COST`` 2.1 %), which differs above the published
-contexts (36,864 tokens).
-"""
+"""Alternative fit of vLLM's published steps."""
 FAST_CONTEXTS_WORDS = (
     "decoding fast contexts: vLLM's published steps met as nearly (2.3 % off, not 2.1 %) with contexts read at the"
     " memory's whole speed, not a fifth of it; no published step reads more than 36,864 tokens"
@@ -53,20 +51,24 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
+    """Figure of an experiment beside the published figure."""
+
     what: str
     unit: str
     published: float | str | None
     """Value; None: not published."""
     ours: float
-    why: str = ""
-    digits: int = 2
+    why: str = ""  # reason of a difference
+    digits: int = 2  # decimals when printed
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
+    """Result: a table, and values beside published values."""
+
     name: str
-    """Name, of ``CAPTIONS``."""
-    source: str
+    """Key of ``CAPTIONS``."""
+    source: str  # where the requests come from
     assumed: tuple[str, ...]
     """Assumptions for settings that the papers leave open."""
     header: tuple[str, ...]
@@ -135,9 +137,11 @@ def to_json_value(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentSetting:
+    """Requests of an experiment, and how its simulations run."""
+
     source: ConversationSource
     way: Way = "processes"
-    jobs: int | None = None
+    jobs: int | None = None  # in parallel; None: one per core
     progress: Callable[[int, int], None] = lambda done, of: None
 
     @property

@@ -73,7 +73,7 @@ def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, floa
 
 
 def systems(instances: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[str, ClusterCell]:
-    """Return cells by name: separate instances, and as many coupled."""
+    """Return cells by name: separate prefill and decode instances, and as many coupled, also with chunked prefill."""
     prefill, decode = instances
     total = prefill + decode
     cells = {f"{prefill}P+{decode}D": (ClusterSetup(prefill=prefill, decode=decode), scheduler)}
@@ -198,6 +198,7 @@ def real(setting: ExperimentSetting) -> Experiment:
 def _real_values(
     decoding: str, rates: dict[tuple[str, str], float], runs: dict[tuple[str, str, float], ClusterMetrics]
 ) -> list[Value]:
+    # Compare the systems with one ``decoding`` model: rates by (decoding, system), runs by (…, rate).
     separate, coupled, chunked = PUBLISHED_SYSTEMS
     ours, rival, kinder = (rates[decoding, name] for name in PUBLISHED_SYSTEMS)
     split = max((separate, "14P+6D", "16P+4D"), key=lambda name: rates[decoding, name])

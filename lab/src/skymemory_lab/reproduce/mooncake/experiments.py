@@ -73,6 +73,8 @@ def popularity(setting: ExperimentSetting) -> Experiment:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
+    """Replay of a trace through a cache of ``capacity`` blocks; ``partial``: partial blocks count."""
+
     source: ConversationSource
     policy: str
     capacity: int
@@ -80,6 +82,7 @@ class _Replay:
 
 
 def replayed(cell: _Replay) -> float:
+    """Return the hits as a share of all blocks."""
     prompts = [request.blocks(cell.partial) for request in cell.source.requests()]
     depth = {block: at for prompt in prompts for at, block in enumerate(prompt)}
     names = {block: block.to_bytes(8) for block in depth}

@@ -1,7 +1,4 @@
-"""Drawings and CSV files of Mooncake's experiments.
-
-``skymemory figures`` draws the full run kept in the repository.
-"""
+"""Drawings and CSV files of Mooncake's experiments."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 KEPT_RUN = "those of the full run kept in the repository, seed 1"
 """Source of drawings: ``skymemory reproduce mooncake --trace … --seed 1``."""
-_SERIES_SECONDS = 1_200
-"""Drawn part of the swings; later swings repeat."""
+_SERIES_SECONDS = 1_200  # drawn part of the swings; later swings repeat
 
 
 def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
@@ -53,7 +49,7 @@ def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
 
 
 def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], ...]]:
-    """Return the drawn part of the swings, and the corners of the staircase of uses."""
+    """Return the curves to draw: the first 20 minutes of some swings, and only the corners of a staircase."""
     drawn: dict[str, tuple[tuple[float, ...], ...]] = {}
     for name, columns in experiment.series.items():
         if experiment.name == "swings":

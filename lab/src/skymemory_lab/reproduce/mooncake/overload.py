@@ -24,6 +24,8 @@ SHORT = {"vllm": (11, 5), "turbomind": (13, 3)}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
+    """Overloaded cluster, described by ``words``."""
+
     name: str
     setup: ClusterSetup
     words: str
@@ -153,6 +155,7 @@ _FOUND: dict[ConversationSource, list[CellAnswer]] = {}
 
 
 def _runs(setting: ExperimentSetting) -> list[tuple[Situation, str, CellAnswer]]:
+    # Return the runs of all situations and rules, kept for both experiments.
     labels = [(situation, rule) for situation in situations(setting.seed) for rule in RULES]
     if setting.source not in _FOUND:
         cells = [overload_cell(setting.source, situation.setup, rule) for situation, rule in labels]

@@ -54,6 +54,8 @@ def run_mooncake(args: argparse.Namespace) -> int:
 
 
 class SweepProgress:
+    """Line of a terminal with the number of cells done."""
+
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._began_s = stream, name, time.monotonic()
         self._live = stream.isatty()

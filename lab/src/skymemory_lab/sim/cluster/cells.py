@@ -70,6 +70,7 @@ class CellAnswer:
 
 
 def run_of(cell: ClusterCell) -> ClusterRun:
+    """Simulate the cell's part of its requests."""
     requests = cell.source.requests()
     begin_s, until_s = (_moment(cell, part) * cell.setup.rate for part in (cell.begin_part, cell.until_part))
     if cell.begin_part > 0:
@@ -101,6 +102,7 @@ def run_cell(cell: ClusterCell) -> CellAnswer:
 
 
 def _moment(cell: ClusterCell, part: float) -> float:
+    # Return the simulated time at which this part of the arrivals' time has passed.
     requests = cell.source.requests()
     first_s, last_s = requests[0].at_s, requests[-1].at_s
     return (first_s + part * (last_s - first_s)) / cell.setup.rate
@@ -131,6 +133,8 @@ class CapacityCell:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
+    """Result of a search; ``metrics`` at ``rate``, or None with 0."""
+
     rate: float
     saturated: bool
     """True if the highest rate tried holds."""
@@ -157,6 +161,7 @@ def capacity(search: CapacityCell) -> Capacity:
 
 
 def at_rate(cell: ClusterCell, rate: float) -> ClusterCell:
+    """Return the cell at a rate: requests per second, or a trace's speed factor."""
     if isinstance(cell.source, OpenSource):
         return replace(cell, source=replace(cell.source, rate_per_s=rate))
     return replace(cell, setup=replace(cell.setup, rate=rate))
@@ -167,6 +172,7 @@ def _at(search: CapacityCell, rate: float) -> ClusterMetrics:
 
 
 def _holds(metrics: ClusterMetrics, search: CapacityCell) -> bool:
+    # Return True if the metrics meet the search's rule.
     slo = search.cell.slo
     if search.rule == "attainment":
         return metrics.attainment >= PART
@@ -226,6 +232,7 @@ def swings(loads: Sequence[LoadSample], from_s: float = -math.inf, until_s: floa
 
 
 def _on_grid(times: Series, values: Series) -> Series:
+    # Return the last value at each multiple of ``GRID_S`` from the first time on.
     grid = np.arange(times[0], times[-1] + GRID_S / 2, GRID_S)
     return values[np.searchsorted(times, grid, side="right") - 1]
 
@@ -235,6 +242,7 @@ def _amplitude(values: Series) -> float:
 
 
 def _in_common(prefill: Series, decode: Series) -> tuple[float | None, float | None, float | None]:
+    # Return period, phase and coherence of the strongest common oscillation.
     size = int(WINDOW_S / GRID_S)
     if len(prefill) < size:
         return None, None, None

@@ -38,8 +38,7 @@ class CoupledInstance:
         self.decode_busy_s = 0.0
         self._underway: list[tuple[Job, int]] = []
         self._begun_s = 0.0
-        self._planned = 0
-        """Steps in the plan; 0: prefilling or idle."""
+        self._planned = 0  # steps in the plan; 0: prefilling or idle
         self._idle = True
         self._version = 0
 
@@ -85,6 +84,7 @@ class CoupledInstance:
         return wanted <= self._kv_tokens and len(self.batch) + len(self._underway) < self._most_batch
 
     def _next(self, now_s: float) -> None:
+        # Begin what comes next: a mixed step, a prefill, or decoding until a request ends.
         self._begun_s, self._idle = now_s, False
         if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting.first))):
             self._mixed(now_s)
@@ -119,6 +119,7 @@ class CoupledInstance:
             self.batch.join(stream)
 
     def _mixed(self, now_s: float) -> None:
+        # Begin a step that decodes and prefills.
         # Each decoding request takes one token of the budget; prompts share the remaining tokens in order of arrival
         # (Sarathi-Serve, OSDI'24; vLLM's chunked prefill). The step reads the weights once for both, which is the
         # purpose of mixing, and lasts as long as the longer of all reading and all computing.
@@ -179,6 +180,7 @@ class CoupledInstance:
         self._next(now_s)
 
     def _later(self, at_s: float, event: Callable[[float], None]) -> None:
+        # A later plan or a failure cancels the event.
         self._version += 1
         version = self._version
         self._clock.at(at_s, lambda now_s: event(now_s) if version == self._version else None)
@@ -249,6 +251,7 @@ class DecodeInstance:
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
     def _plan(self, now_s: float) -> None:
+        # Join the waiting requests that fit, and decode until the first end.
         self._begun_s = now_s
         while self.waiting and self._fits(self.waiting.first):
             stream = self.waiting.pop()
@@ -263,11 +266,13 @@ class DecodeInstance:
             self._planned = 0
 
     def _take(self, stream: DecodeStream, now_s: float) -> None:
+        # Compute the first token of a prompt from the store, while the batch waits.
         self._planned, self._taking, self._version = 0, stream, self._version + 1
         version = self._version
         self._clock.at(now_s + stream.work_s, lambda at_s: self._on_prompt_taken(version, at_s))
 
     def _on_prompt_taken(self, version: int, now_s: float) -> None:
+        # Report the first token, join the batch, and decode: a single step if another prompt fits.
         stream = self._taking
         if version != self._version or stream is None:
             return
@@ -291,6 +296,7 @@ class DecodeInstance:
         self._clock.at(self._begun_s + self.batch.seconds(steps), lambda at_s: self._boundary(version, at_s))
 
     def _boundary(self, version: int, now_s: float) -> None:
+        # End the planned steps, unless a newer plan has replaced them.
         if version != self._version:
             return
         self.busy_s += now_s - self._begun_s

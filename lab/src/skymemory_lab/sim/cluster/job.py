@@ -17,27 +17,27 @@ from skymemory_lab.sim.cluster.pool import PrefixOnNode
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Request in its last attempt; ``spent_s`` sums all."""
+    """Request in the simulation. Fields are of its last attempt, but ``spent_s`` sums all."""
 
     number: int
     at_s: float
     prompt_tokens: int
     output_tokens: int
     """Answer length, at least 1: the prefill gives a token."""
-    ids: tuple[int, ...]
-    asked: Request = field(repr=False)
+    ids: tuple[int, ...]  # blocks of the prompt
+    asked: Request = field(repr=False)  # as schedulers see it
     placement: ScheduledRequest | None = None
-    prefill: int = -1
+    prefill: int = -1  # slot of its prefill instance
     decode: int = -1
     attempts: int = 0
-    work_s: float = 0.0
+    work_s: float = 0.0  # estimate of its prefill
     loading: PrefixOnNode | None = None
-    begun_s: float = -1.0
+    begun_s: float = -1.0  # start of its prefill
     first_token_s: float = -1.0
-    held_tokens: int = 0
-    sources: Mapping[str, int] = field(default_factory=dict)
+    held_tokens: int = 0  # found in the instance's memory
+    sources: Mapping[str, int] = field(default_factory=dict)  # loaded tokens by tier
     computed_tokens: int = 0
-    spent_s: float = 0.0
+    spent_s: float = 0.0  # of machines' time on its prefill
     there_s: float = 0.0
     """Arrival of its last KV at the decode instance."""
     prefilled: bool = False
@@ -70,6 +70,8 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class DecodeStream:
+    """Request at a decode instance."""
+
     number: int
     prompt_tokens: int
     output_tokens: int
@@ -77,9 +79,9 @@ class DecodeStream:
     priority: int = 0
     work_s: float = 0.0
     """Time of the first token at the decode instance; 0: the prefill gave it."""
-    worst_s: float = 0.0
-    joined: int = 0
-    came: int = 0
+    worst_s: float = 0.0  # longest time between two tokens
+    joined: int = 0  # run of the batch in which it joined
+    came: int = 0  # order of joining
 
     @property
     def kv_tokens(self) -> int:
@@ -88,6 +90,8 @@ class DecodeStream:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
+    """Callbacks of instances, with the simulated time."""
+
     begun: Callable[[Job, float, float], None]
     prefilled: Callable[[Job, float], None]
     coupled_prefilled: Callable[[Job, float], DecodeStream | None]
@@ -101,9 +105,11 @@ Waiting = TypeVar("Waiting", Job, DecodeStream)
 
 
 class PriorityQueue(Generic[Waiting]):
+    """Queue by priority, then arrival."""
+
     def __init__(self) -> None:
+        # Entries of negative priority, arrival number, request.
         self._heap: list[tuple[int, int, Waiting]] = []
-        """Entries of negative priority, arrival number, request."""
         self._came = 0
 
     def __len__(self) -> int:
@@ -131,6 +137,8 @@ class PriorityQueue(Generic[Waiting]):
 
 
 class PrefillQueue(PriorityQueue[Job]):
+    """Queue with its estimated prefill time, ``work_s``."""
+
     def __init__(self) -> None:
         super().__init__()
         self.work_s = 0.0
@@ -185,14 +193,11 @@ class DecodeBatch:
         self._done = 0
         self.contexts = 0
         self.reserved = 0
-        self._last_s = 0.0
-        """Time of the last token of all but fresh requests."""
+        self._last_s = 0.0  # time of the last token of all but fresh requests
         self._peak_runs: list[int] = []
+        # Decreasing stack of the longest gaps. Positions in ``_peak_runs``: twice the run's number for its first step,
+        # plus 1 for later steps.
         self._peaks_s: list[float] = []
-        """Decreasing stack of the longest gaps.
-
-        Positions in ``_peak_runs``: twice the run's number for its first step, plus 1 for later steps.
-        """
 
     def __len__(self) -> int:
         return len(self._leave)
@@ -256,6 +261,7 @@ class DecodeBatch:
         return streams
 
     def _first_step(self, begun_s: float, step_s: float) -> None:
+        # Record the times between tokens: of fresh requests since their first token, of others since the last step.
         joined = self._fresh
         for stream in joined:
             gap_s = begun_s - stream.first_token_s + step_s
@@ -270,6 +276,7 @@ class DecodeBatch:
             self._fresh = []
 
     def _peak(self, when: int, gap_s: float) -> None:
+        # Push a gap to the stack; smaller gaps before it are dropped.
         runs, peaks_s = self._peak_runs, self._peaks_s
         while peaks_s and peaks_s[-1] <= gap_s:
             peaks_s.pop()
@@ -278,6 +285,7 @@ class DecodeBatch:
         runs.append(when)
 
     def _leaving(self) -> list[DecodeStream]:
+        # Remove the requests that have all tokens, and set their longest gaps.
         leave, done = self._leave, self._done
         streams: list[DecodeStream] = []
         while leave and leave[0][0] <= done:
@@ -309,6 +317,7 @@ class Steps:
         return fixed_s + (reading if reading > computing else computing)
 
     def run_s(self, batch: int, kv_tokens: float, steps: int) -> float:
+        # Return the seconds of ``steps`` steps from ``kv_tokens`` in all contexts on.
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
         if steps <= cut:
             return steps * (first + slope * (steps - 1) / 2)
@@ -316,6 +325,7 @@ class Steps:
         return cut * (first + slope * (cut - 1) / 2) + later_steps * (then + then_slope * (cut + steps - 1) / 2)
 
     def steps_until(self, batch: int, kv_tokens: float, seconds: float, most: int) -> int:
+        # Return the fewest steps, at most ``most``, that take ``seconds``.
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
         until_cut_s = cut * (first + slope * (cut - 1) / 2) if cut < most else math.inf
         if seconds <= until_cut_s:
@@ -354,6 +364,7 @@ class Steps:
 
 
 def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
+    # Return the fewest steps from step ``begin`` on that take ``seconds``; step i takes ``start + slope·i``.
     begins = start + slope * begin
     if slope <= 0.0:
         return math.ceil(seconds / begins) if begins > 0.0 else 1
@@ -377,6 +388,7 @@ class Gaps:
         self._put(_class_of(gap_s), tokens, gap_s * tokens)
 
     def add_steps(self, steps: Steps, batch: int, kv_tokens: float, begin: int, end: int) -> None:
+        # Add the gaps of all requests in steps ``begin`` to ``end`` of a batch.
         # Halves until a piece falls into one class: gaps grow slowly, so hundreds of steps take few calls.
         if end <= begin:
             return

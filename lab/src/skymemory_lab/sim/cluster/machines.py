@@ -1,7 +1,4 @@
-"""All instances of a simulated cluster, and the fleets from which schedulers choose.
-
-An elastic instance is in both fleets, closed in that of the other role. Prefill slots are node numbers of the KV pool.
-"""
+"""All instances of a simulated cluster, and the fleets from which schedulers choose."""
 
 from __future__ import annotations
 
@@ -16,6 +13,11 @@ from skymemory_lab.sim.cluster.setup import ClusterSetup
 
 
 class Machines:
+    """All instances, by their slots in the fleets from which schedulers choose.
+
+    An elastic instance is in both fleets, closed in that of the other role. Prefill slots are nodes of the KV pool.
+    """
+
     def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
         prefilling, decoding = setup.prefilling(), setup.decoding()
         self.elastic = setup.pools == "elastic"
@@ -43,6 +45,7 @@ class Machines:
         self.decodes = [DecodeInstance(clock, setup, DecodeBatch(steps, gaps), listeners) for _ in self.decode_names]
 
     def node_of_decode(self, slot: int) -> int:
+        """Return the KV pool's node of a decode slot."""
         return (self._first_decode + slot) % len(self.role)
 
     def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
@@ -77,6 +80,7 @@ class Machines:
                 fleet.servers[name].healthy = True
 
     def could_take(self, job: Job) -> bool:
+        """Return True if the job fits into an idle instance."""
         if self.coupled:
             return self.coupled[0].takes(job)
         at_prefill = job.output_tokens == 1 and self._handover is None

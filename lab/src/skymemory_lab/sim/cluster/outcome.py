@@ -53,6 +53,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
+    """Loads of the instances; 1: at the objective."""
+
     t_s: float
     prefill: float
     """Largest predicted TTFT of an instance over its objective."""
@@ -67,6 +69,8 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True)
 class Span:
+    """Time that a request spent on ``what`` at an instance."""
+
     instance: str
     what: str
     begin_s: float
@@ -251,6 +255,7 @@ def measured(
 
 
 def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool:
+    """Return True if the request met both objectives."""
     if outcome.status != "completed" or outcome.ttft_s is None:
         return False
     return outcome.ttft_s <= slo.ttft_s and _tbt_s(outcome, tbt_rule) <= slo.tbt_s
@@ -319,6 +324,7 @@ def _counters(loads: Iterable[LoadSample]) -> Iterator[dict[str, object]]:
 
 
 def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
+    # Yield an instance's spans; those of a kind that overlap get separate lanes.
     kinds: dict[str, list[tuple[int, int]]] = {}
     """Lanes by kind: thread, end of the last span in µs."""
     lanes = 0

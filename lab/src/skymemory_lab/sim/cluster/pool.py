@@ -51,8 +51,8 @@ class PrefixOnNode:
     """Start of the loaded part; above ``held_tokens`` if the plan computes a part meanwhile."""
     loaded_tokens: int
     done_s: float
-    sources: Mapping[str, int] = field(default_factory=dict)
-    held_s: float = 0.0
+    sources: Mapping[str, int] = field(default_factory=dict)  # tokens by tier
+    held_s: float = 0.0  # by then the held part is in memory
 
     @property
     def cached_tokens(self) -> int:
@@ -62,8 +62,7 @@ class PrefixOnNode:
 class NetworkDirection:
     """One direction of a network interface, first come, first served.
 
-    A transfer occupies each link of its path for its bytes over the link's rate, and ends with the slowest. So its end
-    is known at the start; fair sharing would move other transfers' ends.
+    A transfer occupies each link of its path for its bytes over the link's rate, and ends with the slowest.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -80,6 +79,7 @@ class NetworkDirection:
         return max(0.0, self.free_s - now_s)
 
     def take(self, size_bytes: float, now_s: float) -> float:
+        """Book a transfer; return its end."""
         self.free_s = max(self.free_s, now_s) + size_bytes / self.bytes_per_s
         self.carried_bytes += size_bytes
         return self.free_s
@@ -324,6 +324,8 @@ class Memory(Protocol):
 
 
 class PolicyMemory:
+    """Memory with an eviction policy of the production tiers."""
+
     def __init__(self, capacity: int, policy: str) -> None:
         if capacity < 1:
             raise InvalidInput(f"a memory of {capacity} blocks; expected at least 1")
@@ -363,6 +365,8 @@ class PolicyMemory:
 
 
 class NoMemory:
+    """Memory that evicts every block at once."""
+
     capacity = 0
 
     def __len__(self) -> int:
@@ -388,7 +392,7 @@ class NodeMemory:
         self.memory = memory_of(blocks, policy)
         self._ssd_blocks = ssd_blocks
         self._ssd: OrderedDict[int, None] = OrderedDict()
-        self.coming: dict[int, float] = {}
+        self.coming: dict[int, float] = {}  # end of the load of each block that is being loaded
         self._last_comes_s = -math.inf
         self.evicted = 0
         self.dropped = 0
@@ -404,6 +408,7 @@ class NodeMemory:
         return self.memory.leading(chain)
 
     def _count_ssd_blocks(self, chain: Sequence[int], resident_blocks: int) -> int:
+        # Return how many blocks after the resident blocks are on the SSD, up to the first gap.
         for at in range(resident_blocks, len(chain)):
             if chain[at] not in self._ssd:
                 return at - resident_blocks
@@ -429,6 +434,7 @@ class NodeMemory:
         return len(evicted)
 
     def comes(self, blocks: Sequence[int], done_s: float) -> None:
+        """Record that these blocks are loaded by ``done_s``."""
         self.coming.update(dict.fromkeys(blocks, done_s))
         self._last_comes_s = max(self._last_comes_s, done_s)
 

@@ -1,10 +1,4 @@
-"""A simulated prefill instance: a machine or a pipeline of machines, with one queue.
-
-1. The queue is served by priority, then arrival. Cached tokens are looked up when the prefill starts.
-2. Computing hides the remaining load: first the tokens before the loaded part (Cake's front), then those after it,
-   layer by layer. KV in memory moves to the accelerators likewise.
-3. The next request starts when the first machine is free.
-"""
+"""A simulated prefill instance."""
 
 from __future__ import annotations
 
@@ -35,6 +29,14 @@ class PrefillService:
 
 
 class PrefillInstance:
+    """Machine, or pipeline of machines, with a queue.
+
+    1. The queue is served by priority, then arrival. Cached tokens are looked up when the prefill starts.
+    2. Computing hides the remaining load: first the tokens before the loaded part (Cake's front), then those after it,
+       layer by layer. KV in memory moves to the accelerators likewise.
+    3. The next request starts when the first machine is free.
+    """
+
     def __init__(
         self,
         number: int,
@@ -52,8 +54,7 @@ class PrefillInstance:
         """Ends of the prefills in progress."""
         self.busy_s = 0.0
         self._free = True
-        self._lives = 0
-        """Number of failures. Events of earlier lives are ignored."""
+        self._lives = 0  # number of failures. Events of earlier lives are ignored.
 
     def arrive(self, job: Job, now_s: float) -> None:
         self.waiting.push(job)
@@ -73,9 +74,11 @@ class PrefillInstance:
         return jobs
 
     def backlog_s(self, now_s: float) -> float:
+        """Return the estimated time until the queue is empty."""
         return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
 
     def predicted_ttft_s(self, now_s: float) -> float:
+        """Return the newest request's time to first token, or the longest in prefill."""
         if self.waiting:
             return now_s - self.waiting.newest().at_s + self.backlog_s(now_s)
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
@@ -131,6 +134,7 @@ class PrefillInstance:
         return free_s, done_s, front_s + after_s + fixed_s
 
     def _next(self, life: int, now_s: float) -> None:
+        # Free the first machine, and serve the next request.
         if life == self._lives:
             self._free = True
             if self.waiting:
@@ -146,6 +150,7 @@ class PrefillInstance:
 
 
 def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
+    # Return the sources' counts, cut to ``tokens`` in total.
     first: dict[str, int] = {}
     for source, count in sources.items():
         first[source] = min(count, tokens)

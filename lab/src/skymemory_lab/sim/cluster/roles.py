@@ -1,9 +1,4 @@
-"""Role changes in elastic pools, as the conductor's controller decides.
-
-1. The instance is closed in its fleet; it still serves earlier requests.
-2. After its last request its accelerators are set up for the other role, for ``change_s``.
-3. It is opened in the other fleet. Its memory keeps its KV.
-"""
+"""Role changes in elastic pools, as the conductor's controller decides."""
 
 from __future__ import annotations
 
@@ -16,20 +11,27 @@ from skymemory_lab.sim.cluster.setup import ClusterSetup
 
 
 class Roles:
+    """Executor of role changes, one instance at a time.
+
+    1. The instance is closed in its fleet; it still serves earlier requests.
+    2. After its last request its accelerators are set up for the other role, for ``change_s``.
+    3. It is opened in the other fleet. Its memory keeps its KV.
+    """
+
     def __init__(self, setup: ClusterSetup, clock: Clock, machines: Machines) -> None:
         self._clock, self._machines, self._change_s = clock, machines, setup.change_s
         self._controller = PoolController(setup.slo, setup.elastic_settings())
         self._closed: str | None = None
+        # Number of the current change; the set-up of a cancelled change has no effect.
         self._attempt = 0
-        """Number of the current change; the set-up of a cancelled change has no effect."""
-        self._empty = False
-        """True while the drained instance is being set up."""
+        self._empty = False  # true while the drained instance is being set up
         self.spans: list[RoleSpan] = []
         self._since_s: dict[str, float] = {}
         for name, role in machines.role.items():
             self._fleet(other(role)).servers[name].draining = True
 
     def observe(self, now_s: float) -> None:
+        # Set up the drained instance, and show samples of all to the controller, which may want a change.
         closed = self._closed
         if closed is not None and not self._empty and closed not in self._machines.down and self._drained(closed):
             self._empty, attempt = True, self._attempt
@@ -46,6 +48,7 @@ class Roles:
             self.spans.append(RoleSpan(name, self._machines.role[name], since_s, now_s))
 
     def _carry_out(self, wanted: RoleChange) -> None:
+        # Close the instance in its fleet; if its present role is wanted, open it again.
         name, role = wanted.instance, self._machines.role[wanted.instance]
         self._attempt, self._empty = self._attempt + 1, False
         self._closed = None if wanted.role == role else name

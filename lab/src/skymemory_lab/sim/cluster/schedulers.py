@@ -33,6 +33,7 @@ from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittere
 
 
 def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRequest]:
+    """Return the requests with the setup's jitter and rate."""
     moved = jittered(requests, setup.seed, setup.jitter_s) if setup.jitter_s else list(requests)
     return at_rate(moved, setup.rate) if setup.rate != 1.0 else moved
 
@@ -55,6 +56,8 @@ _DRAWS = 4096
 
 
 class BelievedEstimates:
+    """Prefill times as the scheduler estimates them."""
+
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
@@ -97,6 +100,8 @@ class ErringSpeeds(GivenSpeeds):
 
 @dataclass(frozen=True, slots=True)
 class World:
+    """Parts of the simulated cluster from which schedulers are built."""
+
     setup: ClusterSetup
     prefill: Fleet
     decode: Fleet | None

@@ -15,6 +15,8 @@ from skymemory.eviction import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class SkySetup:
+    """Constellation as a tier of the KV pool."""
+
     bytes_per_s: float = 100e9 / 8
     """Rate between ground and satellites, per direction, shared by all nodes."""
     preset: str = "starlink-a"
@@ -46,6 +48,8 @@ class SkySetup:
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
+    """Cache and links of each node, and the tiers that all share."""
+
     dram_bytes: float = 1e12
     policy: str = "lru"
     ssd_bytes: float = 0.0
@@ -194,6 +198,7 @@ class ClusterSetup:
         return [f"decode-{number}" for number in range(self.decode)]
 
     def elastic_settings(self) -> ElasticSettings:
+        """Return ``elastic`` with an idle instance's time between tokens, by default the believed model's."""
         if self.elastic.idle_tbt_s:
             return self.elastic
         return replace(self.elastic, idle_tbt_s=(self.believed or self.cost).decode_step_s(1, 0))

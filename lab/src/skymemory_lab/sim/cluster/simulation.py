@@ -52,10 +52,7 @@ def run_cluster(
 ) -> ClusterRun:
     """Simulate. Equal arguments give equal runs, with outcomes in the order after jitter.
 
-    Args:
-        requests: by arrival.
-        scheduler, admission: names, or a factory and a rule.
-        scheduler_views: the requests as schedulers see them; only without jitter.
+    ``scheduler_views``: the requests as schedulers see them; only without jitter.
 
     Raises:
         InvalidInput: arrivals out of order, or an unknown name.
@@ -133,6 +130,7 @@ class Simulation:
         )
 
     def _arrive(self, now_s: float) -> None:
+        # Place the next request of the trace, or refuse it, and schedule the following arrival.
         number = self._arrived
         self._arrived += 1
         if self._arrived < len(self._arrivals):
@@ -161,6 +159,7 @@ class Simulation:
             self._send(job, placement, now_s)
 
     def _send(self, job: Job, placement: ScheduledRequest, now_s: float) -> None:
+        # Book a placement; after ``request_s`` the request is at its prefill instance.
         machines, prefill = self._machines, placement.prefill
         self._scheduler.begin(placement, now_s)
         job.restart(placement, machines.prefill_fleet.servers[prefill.server].slot)
@@ -178,6 +177,7 @@ class Simulation:
             self._enter(job, job.attempts, now_s)
 
     def _enter(self, job: Job, attempt: int, now_s: float) -> None:
+        # Begin the loads of the job's plan, and queue it at its prefill or coupled instance.
         if job.over or job.attempts != attempt:
             return
         machines, plan = self._machines, job.required_placement.prefill.plan
@@ -192,6 +192,7 @@ class Simulation:
         machines.prefills[job.prefill].arrive(job, now_s)
 
     def _on_prefill_begin(self, job: Job, now_s: float, done_s: float) -> None:
+        # Stream the KV to the decode instance until the prefill's end, ``done_s``, or later.
         if job.output_tokens == 1 or self._setup.handover is not None:
             return
         target = self._machines.node_of_decode(job.decode)
@@ -206,6 +207,7 @@ class Simulation:
         return self._scheduler.prefilled(job.required_placement, now_s, job.prompt_tokens - job.computed_tokens)
 
     def _prefilled(self, job: Job, now_s: float) -> None:
+        # End the job, or move it to its decode instance once its KV has arrived or passed the store.
         if self._first_token(job, now_s) is not None:
             self._accounts.not_served(job, "refused_after_prefill", now_s)
         elif self._setup.handover is not None:
@@ -224,11 +226,9 @@ class Simulation:
         stored_s = now_s + handover.save_s + handover.save_token_s * job.computed_tokens
         self._clock.at(stored_s, lambda at_s: self._entering(job, handover, attempt, 0, at_s))
 
-    # The decode engine's cache belongs to its loop. Between two steps each, it is asked what is missing (part 0), given
-    # what was fetched (part 1), and takes the prompt (``_there``). Half of the fetch time passes in each of the two
-    # intervals.
-
     def _entering(self, job: Job, handover: PromptHandover, attempt: int, part: int, now_s: float) -> None:
+        # Pass the prompt's blocks through the store to the decode instance, whose cache changes only between steps.
+        # Part 0 asks what is missing, part 1 caches what was fetched; half of the fetch time follows each.
         if job.over or job.attempts != attempt:
             return
         machines, node = self._machines, self._machines.node_of_decode(job.decode)
@@ -244,6 +244,7 @@ class Simulation:
             self._clock.at(free_s + handover.fetch_s / 2, lambda at_s: self._there(job, attempt, at_s))
 
     def _first(self, stream: DecodeStream, now_s: float) -> None:
+        # Record a first token that the decode instance computed.
         job = self._accounts.open[stream.number]
         job.first_token_s = now_s
         if job.output_tokens == 1:
@@ -257,6 +258,7 @@ class Simulation:
         return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
+        # Queue a job whose KV has arrived at its decode instance; if that has failed, place it again.
         if job.over or job.attempts != attempt:
             return
         job.leaving = False
@@ -294,6 +296,7 @@ class Simulation:
         self._clock.at(failure.at_s, lambda now_s: self._die(failure, now_s))
 
     def _die(self, failure: InstanceFailure, now_s: float) -> None:
+        # Fail an instance until ``down_s`` later, and place its requests again.
         name, machines = failure.instance, self._machines
         if name in machines.down:
             return
@@ -319,6 +322,7 @@ class Simulation:
         self._scheduler.failed(job.required_placement, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
+        # Place the job again if it has attempts left; else it fails.
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
@@ -359,6 +363,8 @@ def new_pool(names: Sequence[str], cost: CostModel, settings: PoolSettings) -> C
 
 
 class Accounts:
+    """Jobs in progress (``open``), outcomes of the others, and spans."""
+
     def __init__(self, spans: bool) -> None:
         self.open: dict[int, Job] = {}
         self.spans: list[Span] = []
@@ -411,6 +417,8 @@ class Accounts:
 
 
 class InstanceLoads:
+    """Sampler of the instances' loads, relative to the objectives."""
+
     def __init__(self, slo: Slo, machines: Machines) -> None:
         self._slo, self._machines = slo, machines
         self.samples: list[LoadSample] = []

@@ -1,8 +1,7 @@
 """The constellation as a tier of the simulated pool: blocks in chunks over all servers of a moving box.
 
-A read takes the round trip to the farthest server, plus its bytes over the shared downlink. Eviction is LRU, children
-before parents. Moves cost no hits (copy, switch, delete), but each handover must pass an inter-satellite link before
-the next move, which limits a box's capacity.
+Eviction is LRU, children before parents. Moves cost no hits (copy, switch, delete), but each handover must pass an
+inter-satellite link before the next move, which limits a box's capacity.
 """
 
 from __future__ import annotations
@@ -75,11 +74,10 @@ class SkyTier:
         if capacity < 1:
             raise InvalidInput(f"{setup.servers} satellites of {per_satellite:g} bytes each are smaller than a block")
         self._here = PrefixCache(capacity)
+        # Time from which each block is readable, and the moves at its write.
         self._set: dict[int, tuple[float, Moves]] = {}
-        """Time from which each block is readable, and the moves at its write."""
         self._set_at: Counter[Moves] = Counter()
-        self._offered: set[int] = set()
-        """All blocks ever offered."""
+        self._offered: set[int] = set()  # all blocks ever offered
         self._moves = self.geometry.moves(0.0)
         self.up, self.down = (
             NetworkDirection("sky up", setup.bytes_per_s),
@@ -123,6 +121,10 @@ class SkyTier:
         return max((self.geometry.round_trip_s(set_moves, now_s) for set_moves in settings), default=0.0)
 
     def read(self, ids: Sequence[int], begin: int, end: int, into: NetworkDirection, now_s: float) -> tuple[int, float]:
+        """Read blocks ``begin`` to ``end`` as far as they are held; return their number and the end.
+
+        It takes the round trip to the farthest server, plus the bytes over the shared downlink.
+        """
         self.fly(now_s)
         end = min(end, self.leading(ids, now_s))
         if end <= begin:
@@ -169,6 +171,7 @@ class SkyTier:
             self._evicted += 1
 
     def fly(self, now_s: float) -> None:
+        """Move the box, and account for the chunks that satellites hand over."""
         moves = self.geometry.moves(now_s)
         if moves == self._moves:
             return
@@ -278,6 +281,7 @@ class SkyGeometry:
         return self._sky.sight.one_way_s(satellite, self._centre, self._look_s)
 
     def _one_way_s(self, satellite: SatelliteId) -> float:
+        # Return the light time by its own beam, or by the gateway's beam and inter-satellite links.
         one_way_s = self._one_way.get(satellite)
         if one_way_s is None:
             access = self.plan.access

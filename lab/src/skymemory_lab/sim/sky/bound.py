@@ -16,7 +16,7 @@ from skymemory_lab.sim.sky.physical import LINKS, Floats, LinkRates, Operation, 
 
 
 def lower_bound_s(ways: Ways, setting: TransferSetting, rates: LinkRates, operation: Operation = "get") -> Floats:
-    """Return the least seconds at each time of ``ways``."""
+    """Return the least possible latency at each time of ``ways``, whatever the protocol."""
     counts = setting.counts(ways.servers)
     used = len(counts)
     size_bits = 8.0 * setting.chunk_bytes * counts

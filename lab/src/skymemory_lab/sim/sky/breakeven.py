@@ -42,7 +42,7 @@ _IN_FLIGHT_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class BreakevenCell:
-    """Seconds of each way for a prompt."""
+    """Seconds to have a prompt's KV: computed, loaded (at least ``load_bound_s``), or both at once."""
 
     tokens: int
     tokens_per_s: float
@@ -70,21 +70,20 @@ class Measured:
     source: str
 
     def nearest(self, tokens: int) -> tuple[int, float]:
+        """Return the measured length nearest to ``tokens``, and its tokens per second."""
         length, seconds = min(self.prefill, key=lambda pair: abs(math.log(pair[0] / tokens)))
         return length, length / seconds
 
 
 @dataclass(frozen=True)
 class Break:
-    """Load over a link, fitted to the model's latencies of a step and of the prompt."""
-
     load_s: float
-    bound_s: float
-    trace: LinkTrace
+    bound_s: float  # no protocol is faster
+    trace: LinkTrace  # with the model's latencies of a prefill step's KV and of the prompt's
 
 
 class BreakEven:
-    """Cells over one path to the sky, whatever the value size of ``setting``."""
+    """Comparison of loading with computing, over the paths ``ways``; the value size of ``setting`` is not used."""
 
     def __init__(self, ways: Ways, setting: TransferSetting, rates: LinkRates) -> None:
         self.rates = rates

@@ -1,7 +1,6 @@
 """Comparison of a model on board a satellite with a model on the ground: time and energy to the first token.
 
-SkyMemory paper §3.7 and §6. On board only prompt and token pass the beam; a slower machine computes, with KV over
-inter-satellite links.
+SkyMemory paper §3.7 and §6.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ STANDBY_W_PER_BYTE = 74e-3 * 1.2 / 2**31
 
 @dataclass(frozen=True, slots=True)
 class OnboardComputer:
+    """Prefill speed and power of a computer, on board or on the ground."""
+
     tokens_per_s: float
     watts: float
 
@@ -46,24 +47,28 @@ class OnboardComputer:
 class PromptTime:
     """Result of a prompt; ``joules`` exclude the power to hold the KV (``held_w``)."""
 
-    way: str
+    way: str  # compute, load or both, whichever is the fastest
     ttft_s: float
     joules: float
 
 
 def held_w(tokens: int, kv_bytes_per_token: int) -> float:
+    """Return the power of DRAM to hold a prompt's KV."""
     return tokens * kv_bytes_per_token * STANDBY_W_PER_BYTE
 
 
 @dataclass(frozen=True)
 class Places:
-    """Hosts on the ground and on board, with their mean inter-satellite links to a server."""
+    """Hosts on the ground and on board a satellite.
+
+    On board only prompt and token pass the beam; a slower machine computes, with KV over inter-satellite links.
+    """
 
     ground: BreakEven
     board: BreakEven
     rates: LinkRates
-    beam_s: float
-    ground_hops: float
+    beam_s: float  # light, one way
+    ground_hops: float  # mean inter-satellite links to a server
     board_hops: float
 
     def on_ground(self, tokens: int, machine: OnboardComputer, kv_bytes_per_token: int) -> PromptTime:
@@ -83,6 +88,7 @@ class Places:
     def _answer(
         self, even: BreakEven, rate: float | None, tokens: int, machine: OnboardComputer, kv_bytes: int, links: float
     ) -> PromptTime:
+        # Return the fastest way, without the beam; loaded bytes pass ``links`` links.
         cell = even.cell(tokens, machine.tokens_per_s, rate or 1e15, kv_bytes)
         seconds = {"compute": cell.compute_s, "load": cell.load_s, "both": cell.both_s}[cell.best]
         # With both at once, computing lasts as long as the whole.

@@ -2,9 +2,6 @@
 
 The physical model computes a grid at times over an orbit: the first half chooses, the second is reported. A value
 counts as stored at its box's present place.
-
-A satellite, the gateway's link (a quarter of the links' traffic) and the beam are M/D/1 queues, whose mean wait ρ / (2
-(1 − ρ)) · service is added.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ SERVERS = (1, 2, 4, 6, 9, 16, 25, 36, 49, 64, 81)
 CHUNKS_BYTES = (1280, 3072, 6144, 12_288, 24_576, 49_152)
 WINDOWS_BYTES = (1 << 20, 3 << 20, 12 << 20, 48 << 20)
 TIMES = 48
+# Difference below which latencies count as equal; then the smaller window and fewer servers win.
 _SAME_S = 1e-5
-"""Difference below which latencies count as equal; then the smaller window and fewer servers win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +91,9 @@ class ChoiceOutcome:
     set_bound_s: float
     bound_s: float
     """Least time of a request of the mix."""
-    wait_s: float
-    worst_s: float
-    utilisation: float
+    wait_s: float  # in queues
+    worst_s: float  # largest of ``seconds``
+    utilisation: float  # of the busiest station: a link, a beam or the satellites
     busiest: str
 
     @property
@@ -117,14 +114,14 @@ class Optimum:
     """Setting ``chosen`` on the first half of an orbit; outcomes except ``chosen_s`` are of the second."""
 
     chosen: ChoiceOutcome
-    second: ChoiceOutcome | None
+    second: ChoiceOutcome | None  # best with another access, placement or number of servers
     chosen_s: float
     judged_best: ChoiceOutcome
     """Best setting of the second half."""
     curves: dict[Parameter, list[ChoiceOutcome]] = field(repr=False)
-    settings: int
-    overloaded: int
-    seen_share: float
+    settings: int  # number tried
+    overloaded: int  # number that cannot carry the load
+    seen_share: float  # share of the time with something in sight
 
 
 def grid(preset: Preset, space: SearchSpace) -> Iterator[Choice]:
@@ -211,6 +208,7 @@ def optimise(
 
 
 def _rank(outcome: ChoiceOutcome) -> tuple[float, int, int]:
+    # Return a key that sorts the best outcome first.
     return (
         (round(outcome.seconds / _SAME_S) if outcome.carries else math.inf),
         outcome.choice.window_bytes,
@@ -223,6 +221,7 @@ def _words(choice: Choice) -> str:
 
 
 def _curve(name: Parameter, best: Choice, judged: dict[Choice, ChoiceOutcome]) -> list[ChoiceOutcome]:
+    # Return an outcome for each value of the parameter, the others as in ``best``; an access has its best strategy.
     fixed = [other for other in PARAMETERS if other != name and (name, other) != ("access", "strategy")]
     best_by_value: dict[object, ChoiceOutcome] = {}
     for choice, outcome in judged.items():
@@ -263,7 +262,11 @@ def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: RequestMix) -> 
 
 
 def waits_s(ways: Ways, setting: TransferSetting, rates: LinkRates, load: RequestMix) -> tuple[Floats, str, float]:
-    """Return a request's wait at each time (infinite if a station is full), the busiest station, its utilisation."""
+    """Return a request's wait at each time (infinite if a station is full), the busiest station, its utilisation.
+
+    A satellite, the gateway's link (a quarter of the links' traffic) and the beam are M/D/1 queues, with a mean wait of
+    ρ / (2 (1 − ρ)) · service.
+    """
     counts = setting.counts(ways.servers)
     used = len(counts)
     bits = 8.0 * setting.chunk_bytes * counts

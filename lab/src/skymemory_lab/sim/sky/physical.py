@@ -5,7 +5,6 @@ of numpy.
 
 - A get asks each server once; a server answers chunk after chunk, each after ``server_s``. Links store and forward.
 - A set sends chunks in bursts, server after server (or the farthest first); each server acknowledges its last chunk.
-- ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam.
 - Through a gateway all packets share its beam and four links. In a tree of equally fast links the root's queue is the
   longest, so only roots are computed.
 
@@ -49,8 +48,8 @@ Array = TypeVar("Array", Floats, Integers)
 _UDP_BYTES = 28
 REQUEST_BYTES, DATA_BYTES, SET_BYTES, ACK_BYTES = 97 + _UDP_BYTES, 132 + _UDP_BYTES, 124 + _UDP_BYTES, 105 + _UDP_BYTES
 """Packet bytes with UDP and IPv4: a GET, the overhead of a DATA and a SET, an ACK."""
+# Values of ``out_link`` and ``in_link``: a server with its own beam; the gateway.
 _OWN, _AT_GATEWAY = -2, -1
-"""Values of ``out_link`` and ``in_link``: a server with its own beam; the gateway."""
 LINKS = 4
 
 
@@ -71,13 +70,13 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class TransferSetting:
-    """Size and manner of a transfer; ``server_s`` is per chunk."""
+    """Size and manner of a transfer."""
 
     value_bytes: int
     chunk_bytes: int = 6144
-    server_s: float = 0.0
-    window_bytes: int | None = None
-    order: Order = "in_turn"
+    server_s: float = 0.0  # a server's time per chunk
+    window_bytes: int | None = None  # bytes in flight: of a get in total, of a set on each beam
+    order: Order = "in_turn"  # in which a set serves the servers
 
     def __post_init__(self) -> None:
         if self.value_bytes < 1:
@@ -96,6 +95,7 @@ class TransferSetting:
         return -(-self.value_bytes // self.chunk_bytes)
 
     def counts(self, servers: int) -> Integers:
+        """Return the chunks of each server that has any."""
         per_server, more = divmod(self.chunks, servers)
         chunks: Integers = per_server + (np.arange(servers) < more).astype(np.int64)
         return chunks[chunks > 0]
@@ -114,11 +114,11 @@ class Ways:
     """Seconds after the epoch at which something is in sight."""
     one_way_s: Floats
     """Half the round trip, whose way back may take other links."""
-    hops: Integers
+    hops: Integers  # inter-satellite links; 0 for the gateway and over an own beam
     out_link: Integers
     in_link: Integers
     """The gateway's link out and back: 0 to 3 as its neighbours, −1 the gateway, −2 an own beam."""
-    seen_share: float = 1.0
+    seen_share: float = 1.0  # share of the times asked for at which something is in sight
     least_one_way_s: Floats | None = None
     """Light time over the quickest links, for the lower bound."""
 
@@ -131,6 +131,7 @@ class Ways:
         return np.asarray(self.out_link != _OWN)
 
     def of(self, chosen: slice | Booleans) -> Ways:
+        """Return the ways at the ``chosen`` times."""
         names = ["times_s", "one_way_s", "hops", "out_link", "in_link"]
         names += ["least_one_way_s"] if self.least_one_way_s is not None else []
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
@@ -210,6 +211,8 @@ class _Path(NamedTuple):
 
 
 class _Paths:
+    """Cached paths over inter-satellite links; ``exact``: with the links' lengths at each time."""
+
     def __init__(self, preset: Preset, sight: Sight, access: Access, exact: bool) -> None:
         self._sight, self._access = sight, access
         self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
@@ -259,6 +262,7 @@ class _Paths:
         return np.array([self._least_s[gateway, server] for server in servers])
 
     def _search(self, gateway: SatelliteId, wanted: set[SatelliteId]) -> None:
+        # Dijkstra's algorithm over light times.
         edge, settled = [(0.0, gateway)], set[SatelliteId]()
         while edge and not wanted <= settled:
             light_s, satellite = heapq.heappop(edge)
@@ -279,6 +283,7 @@ class _Paths:
     def from_gateway(
         self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], time_s: float
     ) -> tuple[Floats, Integers, Integers, Integers]:
+        # Return one-way seconds, hops, and the gateway's link out and back, for each server.
         paths = [self._path(gateway, server) for server in servers]
         hops, out_link, in_link = (np.array(part) for part in zip(*(path[1:4] for path in paths), strict=True))
         if not self._exact:
@@ -301,6 +306,8 @@ def latency_s(ways: Ways, setting: TransferSetting, rates: LinkRates, operation:
 
 
 class _Used:
+    """Ways to the ``used`` servers that have chunks, and the chunks' ``counts``."""
+
     def __init__(self, ways: Ways, used: int, setting: TransferSetting, counts: Integers) -> None:
         self.setting, self.counts, self.onboard = setting, counts, ways.access == "onboard"
         self.one_way_s, self.hops = ways.one_way_s[:, :used], ways.hops[:, :used]
@@ -309,7 +316,10 @@ class _Used:
         self.any_own, self.any_shared = not self.shared.all(), bool(self.shared.any())
 
     def span_s(self, each_s: Floats | float, cycle_s: Floats) -> Floats:
-        """Return the time from each server's first chunk to its last, ``each_s`` apart, with a window per server."""
+        """Return the time from each server's first chunk to its last, ``each_s`` apart.
+
+        The window, which each server has, passes once per ``cycle_s``, a chunk's round trip.
+        """
         window = np.minimum(self.counts, self.setting.window_chunks)
         rounds, place = np.divmod(self.counts - 1, window)
         if not rounds.any():
@@ -317,7 +327,10 @@ class _Used:
         return np.asarray(rounds * np.maximum(cycle_s, window * each_s) + place * each_s)
 
     def stretched_s(self, cycle_s: Floats, among: Booleans | None = None) -> Floats | float:
-        """Return the time from the first chunk to the last of all servers with a shared window."""
+        """Return the time from the first chunk to the last, if all servers share a window.
+
+        It passes once per mean ``cycle_s``, a chunk's round trip.
+        """
         server_chunks = self.counts if among is None else self.counts * among
         chunks, window = server_chunks.sum(axis=-1, keepdims=True), self.setting.window_chunks
         if (chunks <= window).all():
@@ -331,6 +344,7 @@ def _seconds(size_bytes: float, rate_bit_s: float | None) -> float:
 
 
 def _get_s(used: _Used, rates: LinkRates) -> Floats:
+    # Return the seconds of a get: requests out, chunks back over links, then over own or shared beams.
     setting, hops, tau_s = used.setting, used.hops, used.setting.server_s
     ask_s, ask_isl_s = _seconds(REQUEST_BYTES, rates.up_bit_s), _seconds(REQUEST_BYTES, rates.isl_bit_s)
     down_s = _seconds(setting.chunk_bytes + DATA_BYTES, rates.down_bit_s)
@@ -357,6 +371,7 @@ def _get_s(used: _Used, rates: LinkRates) -> Floats:
 
 
 def _rank_by_link(link: Integers) -> Integers:
+    # Return each server's position, from 1, among the servers on its link.
     rank = np.ones_like(link)
     for link_number in range(LINKS):
         on_it = link == link_number
@@ -416,6 +431,7 @@ class _Merged:
 
 
 def _set_s(used: _Used, rates: LinkRates) -> Floats:
+    # Return the seconds of a set, to its last acknowledgement.
     setting, hops, tau_s, counts = used.setting, used.hops, used.setting.server_s, used.counts
     up_s = 0.0 if used.onboard else _seconds(setting.chunk_bytes + SET_BYTES, rates.up_bit_s)
     isl_s = _seconds(setting.chunk_bytes + SET_BYTES, rates.isl_bit_s)
@@ -439,6 +455,7 @@ def _set_s(used: _Used, rates: LinkRates) -> Floats:
 
 
 def _delivered_s(used: _Used, up_s: float, isl_s: float) -> tuple[Floats, Floats]:
+    # Return when each server's first and last chunk arrive, with a chunk's seconds on the beam and on a link.
     sending = _Sending(used)
     first, last = sending.places(used.shared)
     first_s = np.asarray((first + 1) * up_s, dtype=np.float64)  # at the gateway, without the beam's light time
@@ -459,6 +476,8 @@ def _delivered_s(used: _Used, up_s: float, isl_s: float) -> tuple[Floats, Floats
 
 
 class _Sending:
+    """Order of a set's chunks: bursts of each server in turn, or all chunks of the farthest first."""
+
     def __init__(self, used: _Used) -> None:
         self._counts = used.counts
         self._order: Integers | None = None
@@ -469,6 +488,7 @@ class _Sending:
             self._back = np.argsort(self._order, axis=1, kind="stable")
 
     def places(self, among: Booleans) -> tuple[Integers, Integers]:
+        # Return the positions, from 0, of each server's first and last chunk among those of the servers ``among``.
         counts, burst = self._counts, self._burst
         first = self._before(among, np.minimum(counts, burst))
         if counts[0] <= burst:
@@ -486,6 +506,7 @@ class _Sending:
         return self._unsent(np.cumsum(in_order, axis=1) - in_order)
 
     def latest(self, values: Floats) -> Floats:
+        # Return the running maximum in the order of sending.
         return self._unsent(np.maximum.accumulate(self._sent(values), axis=1))
 
     def _sent(self, values: Array) -> Array:

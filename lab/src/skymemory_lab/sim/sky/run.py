@@ -1,8 +1,7 @@
 """Runs of scenarios, cell by cell: by the satellites' and clients' own machines in virtual time, or by the physical
 model.
 
-Every latency comes with its lower bound and the model's time. Misses cost no time. Hosts share an index. A value is
-stored at its last acknowledgement.
+Every latency comes with its lower bound and the model's time. Misses cost no time.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from skymemory_lab.sim.sky.physical import Operation as Direction
 from skymemory_lab.sim.sky.scenario import ENDS_WITHIN_S, Cell, Scenario, ScheduledOperation
 from skymemory_lab.sim.sweeps import Progress, Way, sweep
 
+# Version of kept results, changed with code that changes results.
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
-"""Version of kept results, changed with code that changes results."""
 _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 
@@ -57,7 +56,7 @@ class Unserved(StrEnum):
     UNSEEN = "nothing in sight"
     FIRST_USE = "first use"
     BEING_STORED = "being stored"
-    NOT_STORED = "not stored"
+    NOT_STORED = "not stored"  # a set failed, or the value was lost
     NOT_ENDED = "not ended"
 
 
@@ -88,7 +87,7 @@ class CellResult:
     figures: dict[str, Any]
     wall_s: float = 0.0
     packets: int = 0
-    kept: bool = False
+    kept: bool = False  # from an earlier run
 
 
 def run_cell(cell: Cell) -> CellResult:
@@ -117,6 +116,8 @@ def _run_cell(cell: Cell) -> CellResult:
 
 
 class _Run(ABC):
+    """Run of a cell: its transfers, hits and misses."""
+
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.packets = 0
@@ -137,9 +138,11 @@ class _Run(ABC):
     def run(self, work: Sequence[Sequence[ScheduledOperation]]) -> None: ...
 
     def windows(self, host: int) -> tuple[int | None, int | None]:
+        # Return the limits of bytes in flight of a get and of a set; None: no limit.
         return None, None
 
     def sees(self, host: int, now_s: float) -> bool:
+        # Return True if a satellite is in sight, or the host needs no beam.
         centre = self._sky.centre_at(self._clock.moves(now_s))
         return not self._beams[host] or bool(self.sights[host].in_sight(centre, self._clock.sky_s(now_s)))
 
@@ -190,21 +193,23 @@ class _ByModel(_Run):
 class _Begun(NamedTuple):
     operation: ScheduledOperation
     request: _Request
-    at: int
+    at: int  # index of the operation in its request
     info: ValueInfo
-    out: bytearray | None
+    out: bytearray | None  # destination of a get; None: a set
     begun_s: float
 
 
 @dataclass(slots=True)
 class _Request:
+    """Request in progress, with its failures by the operation's index."""
+
     operations: Sequence[ScheduledOperation]
-    waiting: int = 0
+    waiting: int = 0  # gets in progress
     failures: dict[int, Miss | Unserved] = field(default_factory=dict)
 
 
 class _ByMachines(_Run):
-    """Run by the machines of all satellites and a client per host."""
+    """Run by the state machines of all satellites and of a client per host; hosts share an index of values."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -228,6 +233,7 @@ class _ByMachines(_Run):
         return max(chunk_bytes, config.window_bytes), max(chunk_bytes, config.credit_bytes)
 
     def _value(self, key: int, value_bytes: int) -> memoryview:
+        # Return the content of a key's value, a part of random bytes.
         first = key * 251 % (1 << 16)
         return memoryview(self._content)[first : first + value_bytes]
 
@@ -250,6 +256,7 @@ class _ByMachines(_Run):
             pass
 
     def _step(self, until_s: float) -> bool:
+        # Process the next event up to ``until_s``; return False if there is none.
         is_running = self._simulated.step(until_s)
         for host, client in enumerate(self._clients):
             while (event := client.machine.next_event()) is not None:
@@ -300,6 +307,7 @@ class _ByMachines(_Run):
         self._begun[operation.host, number] = _Begun(operation, request, at, info, None, now_s)
 
     def _on_finished(self, host: int, event: Finished) -> None:
+        # Record the end of a set, or of a get, which completes its request if it is the last.
         transfer = self._begun.pop((host, event.number), None)
         if transfer is None:
             return
@@ -324,6 +332,7 @@ class _ByMachines(_Run):
             self._complete(request)
 
     def _complete(self, request: _Request) -> None:
+        # Count hits before a request's first miss, misses from it on, and store the unknown values.
         first = min(request.failures, default=len(request.operations))
         for at, operation in enumerate(request.operations):
             if at < first:
@@ -433,6 +442,7 @@ def _get_time_columns(
 
 
 def _ways(scenario: Scenario, cell_run: _Run, host: int, transfers: Sequence[_Transfer]) -> Ways:
+    # Return the host's ways at all moments of ``placed`` of the transfers, or at their begins.
     plan = scenario.plan
     moments = [moment for transfer in transfers for moment in transfer.placed or ((transfer.begun_s, None, None),)]
     times = [scenario.start_s + moment[0] for moment in moments]

@@ -501,6 +501,7 @@ class Scenario:
         return sizes[0] if len(sizes) == 1 else random.Random(f"{self.workload.seed}/size/{key}").choice(sizes)
 
     def _of_trace(self) -> Iterator[list[ScheduledOperation]]:
+        # Yield each request of the trace as gets of its full blocks.
         path = Path(self.folder, self.workload.trace)
         try:
             requests = read_trace(path, self.workload.requests or None)
@@ -545,13 +546,13 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Picklable combination of a sweep; of named files it has digests."""
+    """Picklable combination of a sweep."""
 
     number: int
-    swept: tuple[tuple[str, Any], ...]
-    table: str
+    swept: tuple[tuple[str, Any], ...]  # dotted path and value of each swept key
+    table: str  # the scenario, as JSON
     folder: str
-    digests: str = "{}"
+    digests: str = "{}"  # hashes of the named files, as JSON
 
     @property
     def scenario(self) -> Scenario:
@@ -578,6 +579,8 @@ class StarGround(Ground):
 
 @dataclass(frozen=True)
 class ScenarioPlan(ConstellationPlan):
+    """Plan of a constellation that need not be a known preset."""
+
     own: Preset | None = None
 
     def _check_seam(self, torus: Torus) -> None:
@@ -619,6 +622,7 @@ def scenario_named(name: str) -> Scenario:
 
 
 def _check_obeyed(scenario: Scenario, table: Mapping[str, Any], where: str) -> None:
+    # Refuse keys that have no effect with this engine or workload.
     engine = scenario.engine
     present = {f"{section}.{key}" for section, own in table.items() if isinstance(own, Mapping) for key in own}
     unused = [path for path in NOT_OF[engine] if path in present]
@@ -664,6 +668,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
+    # Return the lists of a sweep's nested tables, by dotted path.
     if not isinstance(value, Mapping):
         raise InvalidInput("sweep: expected a table of lists, such as placement.servers = [4, 10]")
     lists: dict[str, Sequence[Any]] = {}
@@ -679,6 +684,7 @@ def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
 
 
 def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
+    # Return a copy of the table ``own`` with this value at ``path``.
     key, *path_rest = path
     if isinstance(own, list):
         if not key.isdecimal() or int(key) >= len(own):
@@ -701,6 +707,7 @@ def _digest(path: Path) -> str:
 
 
 def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
+    # Return the shell of this number, from 1, in a file of element sets.
     try:
         content = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:

@@ -4,12 +4,10 @@
 2. ``Answers`` splits a stream into messages for the handler's ``GrpcCall``, and sends answers.
 3. ``GrpcServer`` shares time and memory among connections.
 
-`grpcio` passes messages through three threads, which costs more than reading the prompt and picking
-(`docs/decisions/router.md`). Deadlines are left to the caller; compressed messages are refused.
+`docs/decisions/router.md` says why not `grpcio`. Deadlines are left to the caller; compressed messages are refused.
 
 A read is at most ``READ_BYTES``, and a connection is served for ``SLICE_S``. If input remains, its socket is not read
-until its next turn; turns take ``TURN_S`` per turn of the event loop. Memory is bounded per call, per connection and in
-total.
+until its next turn; turns take ``TURN_S`` per turn of the event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ SLICE_S, TURN_S = 0.001, 0.002
 WORK_AT_ONCE = 8
 """Frames between two checks of the clock."""
 MESSAGES_AT_ONCE = 32
-"""Messages of a call between two checks: a frame may hold 3,000 empty messages."""
+"""Messages of a call between two checks."""
 ANSWERS_AT_ONCE = 4
 """Pieces of a long answer (62 KB each) between two checks."""
 MAX_UNSENT_BYTES = 1 << 20
@@ -47,9 +45,7 @@ MAX_BLOCKED = 32
 MAX_CONNECTIONS = 1_000
 """Limit; above it, the longest silent connection without calls is aborted."""
 MAX_HELD_BYTES = 32 << 20
-"""Limit of incomplete messages and bodies, at least twice the longest message; above it, the calls that hold most are
-refused.
-"""
+"""Limit of incomplete messages and bodies; above it, the calls that hold most are refused."""
 _BEGIN = literals([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NO_GRPC = literals([(b":status", b"415"), (b"content-type", b"text/plain")])
 _NO_GRPC_TEXT = b"this is a server of gRPC: POST, with content-type application/grpc\n"
@@ -58,6 +54,8 @@ log = logging.getLogger("skymemory.router")
 
 
 class GrpcCall(Protocol):
+    """Handler of a call."""
+
     def message(self, data: bytes) -> None: ...
 
     def on_messages_end(self) -> None: ...
@@ -78,11 +76,10 @@ class GrpcCall(Protocol):
 class GrpcServer:
     methods: Mapping[str, Callable[[Answers], GrpcCall]]
     most_message_bytes: int
-    most_streams: int
-    """Limit per connection, and half of all."""
+    most_streams: int  # limit per connection, and half of all
     faults: Callable[[], None] = lambda: None
+    # Called with the reason of each refusal or abort because of a peer.
     refused: Callable[[str], None] = lambda reason: None
-    """Called with the reason of each refusal or abort because of a peer."""
     keepalive_s: float = KEEPALIVE_S
     preface_s: float = PREFACE_S
     most_connections: int = MAX_CONNECTIONS
@@ -93,13 +90,13 @@ class GrpcServer:
 
     def __post_init__(self) -> None:
         self.most_held_bytes = max(self.most_held_bytes, 2 * self.most_message_bytes)
+        # Read buffer of all connections: reads are consumed at once. A view: TLS reads into slices.
         self.scratch = memoryview(bytearray(READ_BYTES))
-        """Read buffer of all connections: reads are consumed at once. A view: TLS reads into slices."""
-        self._waiting: deque[GrpcConnection] = deque()
-        self._blocked: dict[GrpcConnection, None] = {}
-        self._held: dict[Answers, int] = {}
+        self._waiting: deque[GrpcConnection] = deque()  # connections with work left
+        self._blocked: dict[GrpcConnection, None] = {}  # connections with a full write buffer
+        self._held: dict[Answers, int] = {}  # memory by call
         self._held_bytes = 0
-        self._frees = self._turn_comes = False
+        self._frees = self._turn_comes = False  # in `holds`; a turn is scheduled
 
     def connect(self) -> GrpcConnection:
         return GrpcConnection(self)
@@ -131,6 +128,7 @@ class GrpcServer:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
+        """Let waiting connections work, for ``TURN_S``."""
         self._turn_comes = False
         end_s = time.perf_counter() + TURN_S
         try:
@@ -146,6 +144,7 @@ class GrpcServer:
     # Limits
 
     def admit(self, connection: GrpcConnection) -> bool:
+        """Admit a connection, if need be instead of the longest silent idle connection."""
         if len(self.connections) >= self.most_connections:
             self.refused("connections")
             idle = [connection for connection in self.connections if not len(connection.http2)]
@@ -197,10 +196,10 @@ class Answers:
 
     def __init__(self, connection: GrpcConnection, stream: int) -> None:
         self._connection, self._stream = connection, stream
-        self._begun = self._held = self._ended = False
-        self._owed = self._held_bytes = 0
-        self._buffer = bytearray()
-        self._later: Iterator[bytes] | None = None
+        self._begun = self._held = self._ended = False  # answer begun; input held back; input ended
+        self._owed = self._held_bytes = 0  # held input to return to the window; memory reported to the server
+        self._buffer = bytearray()  # incomplete message
+        self._later: Iterator[bytes] | None = None  # answers still to be sent
         self.call: GrpcCall | None = None
 
     def send(self, *messages: bytes) -> None:
@@ -251,6 +250,7 @@ class Answers:
         return False
 
     def on_data(self, data: bytes) -> None:
+        """Process input, or buffer it while held."""
         if self._held:
             self._buffer += data
             self._owed += len(data)
@@ -302,7 +302,7 @@ class Answers:
                 held_bytes += self._connection.http2.pending(self._stream)
         if held_bytes != self._held_bytes:
             self._held_bytes = held_bytes
-            self._connection.server.holds(self, held_bytes)
+            self._connection.server.holds(self, held_bytes)  # it may refuse the calls that hold most
 
     def _write(self, messages: Iterable[bytes]) -> None:
         http2 = self._connection.http2
@@ -342,6 +342,7 @@ class Answers:
         return self._dispatch_buffer()
 
     def _dispatch_buffer(self) -> bool:
+        """Pass complete messages to the handler; return True if there may be more."""
         buffer, most = self._buffer, self._connection.server.most_message_bytes
         for _ in range(MESSAGES_AT_ONCE):
             if len(buffer) < HEAD_BYTES or self.call is None or self._held:
@@ -365,10 +366,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.server = server
         self.http2 = Http2(self, server.most_streams)
         self.heard_s = 0.0
-        self._calls: dict[int, Answers | None] = {}
-        """Calls by stream; None: the request is not gRPC."""
-        self._more: dict[Answers, None] = {}
+        self._calls: dict[int, Answers | None] = {}  # calls by stream; None: the request is not gRPC
+        self._more: dict[Answers, None] = {}  # calls with work left
         self._transport: asyncio.Transport | None = None
+        # In `work`; closing; waiting for its turn; write buffer full:
         self._inside = self._leaving = self._waits = self._is_blocked = False
         self._pinged_s: float | None = None
         self._keepalive: asyncio.TimerHandle | None = None
@@ -461,7 +462,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         if self._inside or self._transport is None:
-            return
+            return  # `work` flushes once at its end
         data = self.http2.data_to_send()
         if data:
             self._transport.write(data)

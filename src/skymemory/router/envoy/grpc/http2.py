@@ -30,19 +30,17 @@ MAX_FRAME_BYTES = 16 << 10
 WINDOW_BYTES = 1 << 20
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
-"""Limit of a request's headers, compressed or not, as in gRPC's servers."""
+"""Limit of a request's headers, compressed or not."""
 MAX_CONTINUATIONS = 16
 MAX_SIZE_UPDATES = 2
 """Limit of table size updates before a request (RFC 7541, 4.2: the least size, and the current size)."""
 MAX_PENDING_BYTES = 1 << 20
 """Unsent data above which a stream gets no further receive window."""
 UNANSWERED_PER_S = 1_000
-"""Refill rate for unanswered streams (CVE-2023-44487, CVE-2025-8671). All clients may disconnect together: the burst is
-as many as may be open.
-"""
+"""Refill rate for unanswered streams (CVE-2023-44487, CVE-2025-8671)."""
 IDLE_FRAMES = 5_000
 """Burst of PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame sent earns another, for its
-WINDOW_UPDATE. gRPC's clients send about ten per second.
+WINDOW_UPDATE.
 """
 IDLE_FRAMES_PER_S = 1_000
 REMEMBERED_STREAMS = 1_024
@@ -100,27 +98,25 @@ class Calls(Protocol):
 
 class _HeaderBlock(NamedTuple):
     headers: Headers
-    bad_request: str
-    """Reason why it is not a valid request (RFC 9113, 8.1.1), or empty."""
+    bad_request: str  # reason why it is not a valid request (RFC 9113, 8.1.1), or empty
     bad_trailers: str
     length: int | None
 
 
 @dataclass(slots=True, eq=False)
 class Http2Stream:
-    sends: int
-    """The peer's receive window; may be negative."""
-    receives: int = WINDOW_BYTES
-    owed: int = 0
-    length: int | None = None
-    """Bytes still to come, by ``content-length``."""
-    pending: deque[bytes] = field(default_factory=deque)
+    """State of a stream."""
+
+    sends: int  # the peer's receive window; may be negative
+    receives: int = WINDOW_BYTES  # our receive window
+    owed: int = 0  # processed bytes, not yet returned to the peer's window
+    length: int | None = None  # bytes still to come, by `content-length`
+    pending: deque[bytes] = field(default_factory=deque)  # data that waits for the peer's window
     pending_bytes: int = 0
-    answered: bool = False
-    finished: bool = False
-    """True if the answer is complete, but not yet sent."""
+    answered: bool = False  # the answer has begun
+    finished: bool = False  # the answer is complete, but not yet sent
     trailers: bytes | None = None
-    half_closed: bool = False
+    half_closed: bool = False  # the peer has ended its side
 
 
 class Http2:
@@ -136,23 +132,24 @@ class Http2:
         self._unanswered = TokenBucket(UNANSWERED_PER_S, max(UNANSWERED_PER_S, most_streams))
 
         self._buffer, self._at = b"", 0
-        self._magic = False
+        self._magic = False  # the preface has been read
         self._leaving = False
-        self._last = self._highest = 0
+        self._last = self._highest = 0  # last stream for GOAWAY; highest stream seen
+        # Headers that await CONTINUATION: stream, END_STREAM, True if invalid.
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Headers that await CONTINUATION: stream, END_STREAM, True if invalid."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
-        self._blocks: dict[bytes, _HeaderBlock] = {}
-        self._over: dict[int, int] = {}
+        self._blocks: dict[bytes, _HeaderBlock] = {}  # cache of decoded headers
+        self._over: dict[int, int] = {}  # closed streams, and how they were closed
 
         self._out: list[bytes] = []
+        # Growing DATA frame at the end of `_out`: stream, index of its head, bytes.
         self._tail: tuple[int, int, int] | None = None
-        """Growing DATA frame at the end of ``_out``: stream, index of its head, bytes."""
         self._open: dict[int, Http2Stream] = {}
         self.pending_bytes = 0
-        self._blocked: dict[int, None] = {}
+        self._blocked: dict[int, None] = {}  # streams that wait for the connection's window
+        # Windows of the connection, and processed bytes to return to the peer's; the peer's limits:
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
         self._first_window, self._peer_frame = FIRST_WINDOW, FIRST_FRAME_BYTES
         ours = {SET_MAX_STREAMS: most_streams, SET_INITIAL_WINDOW: WINDOW_BYTES, SET_MAX_HEADER_LIST: MAX_HEADER_BYTES}
@@ -185,7 +182,7 @@ class Http2:
             self._at = 0
 
     def drop(self) -> None:
-        """Free the buffers before the garbage collector: a flood has tens of megabytes."""
+        """Free the buffers before the garbage collector."""
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 
@@ -204,6 +201,7 @@ class Http2:
             return False
 
     def _handle(self, work: int) -> bool:
+        """Process complete frames, up to ``work`` units; return True if input remains."""
         buffer = self._buffer
         if not self._magic:
             if not PREFACE.startswith(buffer[: len(PREFACE)]):
@@ -227,6 +225,7 @@ class Http2:
         return len(buffer) > self._at
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
+        """Process a frame; return the units of work."""
         if self._unfinished is not None and kind != CONTINUATION:
             raise Http2Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
@@ -322,7 +321,7 @@ class Http2:
         if flags & HAS_PRIORITY:
             if len(block) < 5:
                 raise Http2Fault(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
-            wrong = WORD.unpack_from(block)[0] & LARGEST_STREAM == stream
+            wrong = WORD.unpack_from(block)[0] & LARGEST_STREAM == stream  # it depends on itself
             block = block[5:]
         if flags & END_HEADERS:
             return self._on_block(stream, ends, wrong, block)
@@ -344,6 +343,7 @@ class Http2:
         return self._on_block(stream, ends, wrong, bytes(self._block))
 
     def _on_block(self, stream: int, ends: bool, wrong: bool, block: bytes) -> int:
+        """Process complete headers; return the units of work."""
         # Blocks of closed streams are decoded, too: the header table depends on all blocks.
         decoded = self._blocks.get(block)
         cost = 1
@@ -398,11 +398,7 @@ class Http2:
             self._calls.on_stream_end(stream)
 
     def _read_block(self, block: bytes) -> _HeaderBlock:
-        """Decode headers.
-
-        Raises:
-            Fault: they are invalid; the header table now differs from the peer's.
-        """
+        """Decode headers, or raise ``Http2Fault``."""
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
         # The meaning of a block depends on the header table, and decoding may change the table. A result is cached only
@@ -527,7 +523,7 @@ class Http2:
             self.pending_bytes -= state.pending_bytes
         self._blocked.pop(stream, None)
         over = self._over
-        over[stream] = how
+        over[stream] = how  # decides about frames that arrive later
         if len(over) > REMEMBERED_STREAMS:
             del over[next(iter(over))]
 
@@ -544,7 +540,7 @@ class Http2:
         state = self._open.get(stream)
         if state is None or state.finished:
             return
-        if not state.pending and len(data) <= min(state.sends, self._sends, self._peer_frame):
+        if not state.pending and len(data) <= min(state.sends, self._sends, self._peer_frame):  # it fits the windows
             self._data_frame(stream, state, data)
             return
         state.pending.append(data)
@@ -615,6 +611,7 @@ class Http2:
             state.owed = 0
 
     def _send_pending(self, stream: int, state: Http2Stream) -> None:
+        """Send what the windows allow, and a finished answer's end."""
         while state.pending:
             most = min(state.sends, self._sends, self._peer_frame)
             if most <= 0:
@@ -647,12 +644,13 @@ class Http2:
         self._sends += more
         if not more or self._sends > LARGEST_WINDOW:
             raise Http2Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "invalid window size")
-        while self._sends > 0 and self._blocked:
+        while self._sends > 0 and self._blocked:  # streams that waited for the connection's window
             stream = next(iter(self._blocked))
             del self._blocked[stream]
             self._send_pending(stream, self._open[stream])
 
     def _set_first_window(self, value: int) -> None:
+        # The change applies to open streams, too, and may make their windows negative (RFC 9113, 6.9.2).
         more = value - self._first_window
         self._first_window = value
         for stream, state in list(self._open.items()):

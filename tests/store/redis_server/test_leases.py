@@ -1,0 +1,19 @@
+"""Leases that EXISTS begins."""
+
+from __future__ import annotations
+
+import pytest
+from tests.contract.store_contract import key
+
+from skymemory.store.memory import MemoryStore
+from skymemory.store.redis_server import leases
+from skymemory.store.redis_server.leases import Leases
+
+
+def test_where_no_further_lease_has_room_one_that_is_there_is_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_MAX_LEASES", 2)
+    with MemoryStore(1 << 20) as store:
+        store.put_many([(key(number), b"x") for number in range(3)])
+        held = Leases(store, 1 << 20, lambda: 0.0, lambda keys: [60.0] * len(keys))
+        assert held.begin([key(0), key(1)]) == [True, True]
+        assert held.begin([key(0), key(2), key(1)]) == [True, False, True]
