@@ -19,6 +19,9 @@ from skymemory.files import check_readable, read_toml
 from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Store
 from skymemory.store.disk import DiskStore
+from skymemory.store.host.arena import default_folder
+from skymemory.store.host.client import HostStore
+from skymemory.store.host.server import ServedArena
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis import RedisStore
 from skymemory.store.wrappers import AdmittingStore, TenantStore
@@ -27,7 +30,7 @@ from skymemory.testbed.key_file import KeyFollower
 from skymemory.units import parse_duration, parse_number, parse_size
 
 EXPECTED = (
-    "memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
+    "memory[://SIZE], host:[//SIZE|///FOLDER], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
     "constellation[://RUN_DIR][?index=no&access=gateway&lat=52.5&lon=13.4], tiers:///FILE.toml or "
     "tiers:?tier=ADDRESS&tier=ADDRESS"
 )
@@ -43,6 +46,9 @@ def open_store(where: str = "constellation") -> Store:
     Single stores (all but ``constellation`` accept ``name=NAME``):
 
     - ``memory`` or ``memory://4GiB``: in this process; ``?policy=lru``.
+    - ``host:`` or ``host:///folder``: memory that another process of this computer shares; ``?timeout=2s``.
+    - ``host://4GiB``: shares it from this process; ``?at=FOLDER``, ``&keep=yes`` (values outlive the process),
+      ``&policy=lru``.
     - ``disk:///directory?budget=60GiB``: one process at a time; ``&sync=each``, ``&policy=lru``.
     - ``redis://host:6379/0``, ``rediss://host?ca=FILE`` (TLS) or ``unix:///run/redis.sock``: ``?timeout=2s``.
     - ``constellation`` (this user's) or ``constellation:///run/dir``: ``?index=no&access=gateway``, and
@@ -85,6 +91,16 @@ def kinds_of(where: str) -> list[str]:
     return [_parts(tier.address)[0] for tier in plan.tiers]
 
 
+def is_of_one_process(where: str) -> bool:
+    """Return True if only the process that opens this address has its values."""
+    kind, place, _ = _parts(where)
+    return kind in ("memory", "disk", "tiers") or (kind == "host" and _is_shared_here(place))
+
+
+def _is_shared_here(place: str) -> bool:
+    return bool(place) and not place.startswith("/")
+
+
 def _parts(where: str) -> tuple[str, str, list[tuple[str, str]]]:
     head, _, query = where.partition("?")
     kind, _, place = head.partition(":")
@@ -120,6 +136,8 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
         return MemoryStore(
             parse_size(place or "1GiB"), name=_name(kind, options, where), policy=options.get("policy", DEFAULT_POLICY)
         )
+    if kind == "host":
+        return _open_host(place, options, where)
     if kind == "disk":
         _no_others(options, ("budget", "name", "policy", "sync"), where)
         if not place or "budget" not in options:
@@ -150,6 +168,27 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
     if kind == "tcp":
         raise _refused(where, f"write redis://{place} for a store daemon that listens there")
     raise _refused(where, f"expected {EXPECTED}")
+
+
+def _open_host(place: str, options: dict[str, str], where: str) -> Store:
+    if not _is_shared_here(place):
+        _no_others(options, ("name", "timeout"), where)
+        return HostStore(
+            Path(place) if place else default_folder(),
+            name=_name("host", options, where),
+            timeout_s=parse_duration(options.get("timeout", "2s")),
+        )
+    _no_others(options, ("at", "keep", "name", "policy"), where)
+    keep = options.get("keep", "no")
+    if keep not in _YES + _NO:
+        raise _refused(where, f"keep={quoted(keep)}: expected yes or no")
+    return ServedArena(
+        Path(options["at"]) if "at" in options else default_folder(),
+        parse_size(place),
+        name=_name("host", options, where),
+        policy=options.get("policy", DEFAULT_POLICY),
+        keep=keep in _YES,
+    )
 
 
 def _ground(options: dict[str, str], where: str) -> GroundHost | None:
@@ -243,7 +282,7 @@ class HierarchyPlan:
     load_deadline = "5s"
     store_deadline = "10s"
     threads = 2
-    local = false                   # true (default for memory): in the caller's thread, no deadlines
+    local = false                   # true (default for memory, host://SIZE): in the caller's thread, no deadlines
     verify = "blocks"               # delete corrupt blocks (only if all values are KV blocks)
     breaker = { failures = 3, first_wait = "500ms", last_wait = "30s" }
     """
@@ -337,7 +376,9 @@ def _tier(table: dict[str, Any]) -> PlannedTier:
     address = table.pop("store", None)
     if not isinstance(address, str):
         raise InvalidInput('a tier without store; expected an address, such as store = "memory://4GiB"')
-    settings = {"local": address.partition(":")[0].partition("?")[0] == "memory", **_read(table, _OF_A_TIER)}
+    kind, place, _ = _parts(address)
+    is_here = kind == "memory" or (kind == "host" and _is_shared_here(place))
+    settings = {"local": is_here, **_read(table, _OF_A_TIER)}
     return PlannedTier(address, TierSettings(**settings))
 
 

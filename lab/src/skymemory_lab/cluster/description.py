@@ -16,13 +16,13 @@ from skymemory.config import filled, one_of, positive, setting, table, text, tex
 from skymemory.errors import InvalidInput
 from skymemory.files import read_toml
 from skymemory.router.settings import settings_from
+from skymemory.testbed.open_store import is_of_one_process
 
 ROLES = {"prefill": "producer", "decode": "consumer", "both": "both"}
 ENGINES = ("skymemory", "vllm")
 MOST_INSTANCES = 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _RESERVED = ("constellation", "router", "store", "supervisor")
-_ONE_PROCESS = ("memory", "disk", "tiers")
 
 
 def _words_by_name(value: object) -> dict[str, str]:
@@ -53,8 +53,7 @@ class StoreSettings:
         present = [bool(self.address), bool(self.serve), self.constellation is not None]
         if sum(present) != 1:
             raise InvalidInput("expected one of address, serve and constellation")
-        kind = self.address.partition("?")[0].partition(":")[0]
-        if kind in _ONE_PROCESS:
+        if is_of_one_process(self.address):
             raise InvalidInput(
                 f"address: {self.address!r} belongs to one process, and a cluster has several: write serve = "
                 f"{self.address!r}"

@@ -8,10 +8,10 @@ from typing import Any
 
 from skymemory.config import duration, filled, setting, size, text, whole_number
 from skymemory.errors import InvalidInput
+from skymemory.testbed.open_store import is_of_one_process
 
 TESTED_VERSIONS = ("0.32",)
 """Tested releases of vLLM; others cause a warning."""
-_ONE_PROCESS = ("memory", "disk", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ConnectorSettings:
     def __post_init__(self) -> None:
         if not self.store:
             raise InvalidInput("store is missing: expected an address, such as unix:///run/sky.sock of a store daemon")
-        if self.store.partition("?")[0].partition(":")[0] in _ONE_PROCESS:
+        if is_of_one_process(self.store):
             raise InvalidInput(
                 f"store {self.store!r} belongs to one process, and vLLM's scheduler and workers are several: serve it "
                 f"by `skymemory store serve '{self.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"

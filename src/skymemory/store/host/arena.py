@@ -71,11 +71,11 @@ class OwnedArena:
             self.is_new = not self._fits()
             if self.is_new:
                 self._make()
-            self.directory = mmap.mmap(fd, shape.directory_bytes)
+            # Each by a descriptor of its own: a mapping keeps a copy of it, and a forked child must not keep the lock.
+            self.directory = map_write(folder / "directory", shape.directory_bytes)
             if self.is_new:
                 shape.write_head(self.directory, secrets.randbits(64), secrets.token_bytes(16))
-            with open(folder / "values", "r+b") as values:
-                self.values = mmap.mmap(values.fileno(), shape.values_bytes)
+            self.values = map_write(folder / "values", shape.values_bytes)
         except BaseException:
             os.close(fd)
             raise
@@ -135,8 +135,12 @@ class OwnedArena:
         """Return the numbers of all pages."""
         return sorted(int(path.name) for path in (self.folder / "pages").iterdir() if path.name.isdigit())
 
+    def let_go(self) -> None:
+        """Close a forked child's copy of the descriptor that has the lock."""
+        os.close(self.fd)
+
     def close(self, keep: bool) -> None:
-        """Unmap; remove the files unless ``keep``."""
+        """Give the arena up; remove the files unless ``keep``."""
         if not keep:
             for path in (self.folder / "values", *(self.folder / "pages").iterdir()):
                 path.unlink(missing_ok=True)

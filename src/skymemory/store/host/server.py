@@ -14,8 +14,10 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.forks import Owner
 from skymemory.store.host import messages
 from skymemory.store.host.messages import HELLO, MAX_BYTES, VERSION, WELCOME, Malformed, Op, Status
 from skymemory.store.host.owner import ArenaStore, Client
@@ -56,6 +58,13 @@ class ArenaServer:
             self._wake.send(b"\0")
         self._thread.join(5.0)
 
+    def let_go(self) -> None:
+        """Close a forked child's copies of the descriptors: clients see the owner's end by them."""
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._wake.close()
+
     def _run(self) -> None:
         try:
             while not self._closing:
@@ -70,10 +79,7 @@ class ArenaServer:
         except InvalidInput:  # the store was closed
             pass
         finally:
-            for key in list(self._selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-            self._selector.close()
-            self._wake.close()
+            self.let_go()
 
     def _accept(self) -> None:
         try:
@@ -144,6 +150,28 @@ class ArenaServer:
         if op == Op.STATS:
             return json.dumps(store.stats()).encode()
         raise Malformed(f"operation {op}")
+
+
+class ServedArena(ArenaStore):
+    """Host arena that clients reach at ``FOLDER/socket``. Parameters and errors as ``ArenaStore``."""
+
+    def __init__(self, folder: Path, budget_bytes: int, **options: Any) -> None:
+        super().__init__(folder, budget_bytes, **options)
+        try:
+            self._server = ArenaServer(self, listen_in(folder))
+        except BaseException:
+            super().close()
+            raise
+        self._process = Owner(f"the {self.name} store", self._let_go)
+
+    def _let_go(self) -> None:
+        self._server.let_go()
+        self._arena.let_go()
+
+    def close(self) -> None:
+        if not self._process.elsewhere:
+            self._server.close()
+        super().close()
 
 
 def listen_in(folder: Path) -> socket.socket:

@@ -1,0 +1,161 @@
+"""A host arena and its processes: owners and clients that are killed, stopped, replaced and forked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.contract.store_contract import key, value
+
+from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.store.host.client import HostStore
+from skymemory.store.host.server import ServedArena
+from skymemory.testbed.open_store import open_store
+
+BUDGET_BYTES = 4 << 20
+
+_CLIENT = """
+import sys, time
+from pathlib import Path
+from skymemory.store.host.client import HostStore
+store = HostStore(Path(sys.argv[1]))
+key = lambda number: number.to_bytes(4, "big") * 8
+{work}
+"""
+
+
+@contextmanager
+def a_client(folder: Path, work: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process with ``store``, which has said a line when this begins."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CLIENT.format(work=work), str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def in_time(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
+    until_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < until_s, "not in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def owner(folder: Path) -> Iterator[ServedArena]:
+    with ServedArena(folder, BUDGET_BYTES) as store:
+        yield store
+
+
+def flood(store: ServedArena, rounds: int = 3) -> None:
+    for number in range(rounds * BUDGET_BYTES // 100_000):
+        store.put_many([(key(10_000 + number), value(number % 7, 100_000))])
+
+
+def test_what_another_process_holds_stays_as_it_is_until_it_ends(owner: ServedArena) -> None:
+    owner.put_many([(key(1), value(1, 50_000))])
+    with a_client(owner.folder, "(view,) = store.get_many([key(1)])\nprint(len(view), flush=True)\ntime.sleep(60)") as other:
+        assert owner.delete([key(1)]) == [True]
+        assert owner.stats()["quarantined_bytes"] > 0
+        free_bytes = owner.stats()["free_bytes"]
+        os.kill(other.pid, signal.SIGSTOP)
+        flood(owner)
+        assert owner.stats()["quarantined_bytes"] > 0, "of one that is stopped, too"
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait()
+    in_time(lambda: not flood(owner, 1) and owner.stats()["quarantined_bytes"] == 0)
+    assert owner.stats()["free_bytes"] <= free_bytes
+
+
+def test_room_that_a_killed_client_had_is_given_out_again(owner: ServedArena) -> None:
+    before = owner.stats()
+    work = "tickets = [store.prepare_store([(key(n), bytes(200_000))]) for n in range(8)]\nprint(1, flush=True)\ntime.sleep(60)"
+    with a_client(owner.folder, work):
+        assert before["free_bytes"] - owner.stats()["free_bytes"] >= 8 * 200_000
+    in_time(lambda: owner.stats()["clients"] == before["clients"])
+    assert owner.stats()["free_bytes"] == before["free_bytes"]
+
+
+def test_without_its_owner_a_client_reads_on_and_writes_are_refused(folder: Path) -> None:
+    owner = ServedArena(folder, BUDGET_BYTES, keep=True)
+    with HostStore(folder) as client:
+        assert client.put_many([(key(1), value(1))]) == [True]
+        (before,) = client.get_many([key(1)])
+        owner.close()
+        assert client.get_many([key(1)]) == [value(1)] and before == value(1)
+        ticket = client.prepare_store([(key(2), value(2))])
+        assert client.complete_store(ticket) == [False] and ticket.unanswered == {key(2)}
+        with ServedArena(folder, BUDGET_BYTES) as successor:
+            assert successor.get_many([key(1)]) == [value(1)], "what was kept is there"
+            in_time(lambda: client.put_many([(key(2), value(2))]) == [True])
+            assert client.get_many([key(1), key(2)]) == [value(1), value(2)] and before == value(1)
+
+
+def test_an_owner_with_another_size_begins_anew_and_clients_find_it(folder: Path) -> None:
+    with ServedArena(folder, BUDGET_BYTES), HostStore(folder) as client:
+        client.put_many([(key(1), value(1))])
+        (before,) = client.get_many([key(1)])
+    assert not (folder / "values").exists()
+    with ServedArena(folder, BUDGET_BYTES, keep=True):
+        client = HostStore(folder)
+        client.put_many([(key(1), value(1))])
+    with ServedArena(folder, 2 * BUDGET_BYTES) as owner, client:
+        owner.put_many([(key(3), value(3))])
+        in_time(lambda: client.get_many([key(3)]) == [value(3)])
+        assert client.get_many([key(1)]) == [None] and before == value(1), "the old one is mapped while it is in use"
+
+
+def test_a_value_that_was_damaged_is_a_miss_and_goes(folder: Path) -> None:
+    with ServedArena(folder, BUDGET_BYTES, keep=True) as owner:
+        owner.put_many([(key(number), value(number, 5_000)) for number in range(3)])
+    with open(folder / "values", "r+b") as values:
+        assert (at := values.read().find(value(1, 5_000))) >= 0
+        values.seek(at + 17)
+        values.write(b"\x00" if value(1, 5_000)[17] else b"\x01")
+    with ServedArena(folder, BUDGET_BYTES) as owner, HostStore(folder) as client:
+        assert client.get_many([key(number) for number in range(3)]) == [value(0, 5_000), None, value(2, 5_000)]
+        assert owner.lookup([key(1)])[0].name == "MISS" and client.stats()["corrupt_total"] == 1
+
+
+def test_values_outlive_their_store_while_they_are_in_use(owner: ServedArena) -> None:
+    client = HostStore(owner.folder)
+    client.put_many([(key(1), value(1, 30_000))])
+    (view,) = client.get_many([key(1)])
+    client.close()
+    del client
+    gc.collect()
+    owner.delete([key(1)])
+    flood(owner)
+    assert view == value(1, 30_000)
+    del view
+    gc.collect()
+    in_time(lambda: not flood(owner, 1) and owner.stats()["quarantined_bytes"] == 0)
+
+
+def test_a_second_owner_and_a_client_without_an_owner_are_refused(owner: ServedArena, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="another process serves it"):
+        open_store(f"host://1MiB?at={owner.folder}")
+    with pytest.raises(SkyMemoryError, match="no owner answers"):
+        open_store(f"host://{tmp_path}")
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(InvalidInput, match="nobody else may write"):
+        open_store(f"host://1MiB?at={tmp_path}/open")
+
+
+def test_by_their_addresses(folder: Path) -> None:
+    with open_store(f"host://4MiB?at={folder}&keep=no") as owner, open_store(f"host://{folder}?name=near") as client:
+        assert client.put_many([(key(1), value(1))]) == [True] and owner.get_many([key(1)]) == [value(1)]
+        assert client.name == "near" and owner.name == "host"
