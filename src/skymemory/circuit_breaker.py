@@ -52,7 +52,6 @@ class CircuitBreaker:
 
     @property
     def next_probe_s(self) -> float:
-        """Return the time of the next ``probe_due``."""
         return math.inf if self.closed else self._until_s
 
     def succeeded(self, *, loaded: bool = True) -> None:
@@ -84,7 +83,6 @@ class CircuitBreaker:
                 self._until_s, self._waits.failures = now_s, 0
 
     def probe_due(self, now_s: float) -> bool:
-        """Return True if a probe must be sent now."""
         if self.closed or now_s < self._until_s:
             return False
         limit_s = self._config.probe_limit_s

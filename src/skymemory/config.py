@@ -245,7 +245,6 @@ def text(value: object) -> str:
 
 
 def one_of(*words: str) -> Callable[[object], str]:
-    """Return a reader of one of ``words``."""
 
     def read(value: object) -> str:
         if value not in words:

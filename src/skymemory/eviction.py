@@ -136,8 +136,6 @@ class _ByRank:
 
 
 class LeastRecentlyUsed(_ByRank):
-    """LRU."""
-
     def on_store_or_touch(self, key: bytes) -> None:
         self._ranked.put(key, 0)
 

@@ -94,7 +94,6 @@ class Predictor:
         return sorted((next_one for next_one in expectations if next_one), key=lambda expectation: expectation.at_s)
 
     def _next(self, habit: Habit, now_s: float, until_s: float) -> Expectation | None:
-        """Return the habit's next occurrence, before ``until_s``."""
         local_now_s = self._local.to_local(now_s)
         today = math.floor(local_now_s / self._day_s)
         first = max(math.ceil((local_now_s - habit.time_s) / self._day_s), habit.day + 1)

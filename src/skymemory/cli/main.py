@@ -150,7 +150,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command, or only of ``verbs``."""
     parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",

@@ -60,8 +60,6 @@ def other(role: Role) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
-    """State of an engine instance."""
-
     name: str
     role: Role
     """While draining, the role that it gives up."""

@@ -153,7 +153,6 @@ class PluginStore:
     def load_or_say_why(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
     ) -> list[Miss | None]:
-        """Load as ``load``; returns for each the reason of a miss."""
         reasons: list[Miss | None] = []
         batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
         ends_s = time.monotonic() + self._load_deadline_s

@@ -39,8 +39,6 @@ _GROUP_HEAD_SIZED = struct.Struct("<BHII")
 
 
 class RecordOp(enum.IntEnum):
-    """Change that a record describes."""
-
     ADD = 1
     REMOVE = 2
     REMOVE_CONTEXT = 3
@@ -265,7 +263,6 @@ def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
 
 
 def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
-    """Pass records that recreate the index to ``write``."""
 
     def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
         body, version = _joined_add(start, parent, hashes, rows, groups)

@@ -77,8 +77,6 @@ def _digest(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Table ``[[keys]]`` of the file."""
-
     tenant: str = setting("tenant", text, "", "owner of the key")
     digest: bytes = setting("sha256", _digest, b"", "of the key")
     note: str = setting("note", text, "", "for readers of the file")
@@ -91,8 +89,6 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """Contents of a file of API keys."""
-
     tenants: Mapping[str, Tenant] = field(default_factory=dict)  # by name
     keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)  # tenants by the SHA-256 of their keys
 

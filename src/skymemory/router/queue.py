@@ -42,8 +42,6 @@ _SLACK = 64  # stale items allowed in a heap in addition to as many as live item
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Limits of the request queue."""
-
     most_requests: int = setting(
         "max_requests", whole_number, 0, "requests that may wait; 0: none, they are refused at once"
     )

@@ -90,8 +90,6 @@ class _Histogram:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Counts of a server, converted on a scrape."""
-
     outcomes: dict[str, int] = field(default_factory=dict)  # its requests
     prompt_tokens: int = 0
     matched_tokens: int = 0  # part of `prompt_tokens`: cached by the prefix index

@@ -144,8 +144,6 @@ class PickerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Model server."""
-
     url: str = setting("url", address, "", "its address, such as http://host:port")
     name: str = setting("name", text, "", "in metrics and decisions; default: host:port")
     models: tuple[str, ...] = setting("models", texts, (), "models it serves; default: its /v1/models")
@@ -236,8 +234,6 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Access to the router."""
-
     tls_cert: Path | None = setting("tls_cert", path, None, "certificate chain (PEM): HTTPS")
     tls_key: Path | None = setting("tls_key", path, None, "its key (PEM)")
     api_keys: Path | None = setting(

@@ -66,7 +66,6 @@ class Deadlines:
         return self._until_s.get(key, math.inf)
 
     def pop_expired(self, now_s: float) -> list[bytes]:
-        """Remove and return the expired keys."""
         expired = []
         while self._heap and self._heap[0][0] <= now_s:
             end_s, key = heapq.heappop(self._heap)

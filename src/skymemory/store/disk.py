@@ -417,7 +417,6 @@ LATER = Reading(None, reason=Miss.LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
-    """Read a value's file into ``out``."""
     started_s = clock()
     try:
         is_whole = read_value(path, key, out)

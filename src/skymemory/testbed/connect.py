@@ -240,7 +240,6 @@ def client_of(
     give_up_s: float,
     ground: GroundHost | None = None,
 ) -> UdpClient:
-    """Return a client of the plan's constellation."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host

@@ -185,7 +185,6 @@ class SimulatedHost:
         self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
-        """Set its share of a core; 0 pauses it."""
         if not 0.0 <= share <= 1.0:
             raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
         if self._working:

@@ -36,7 +36,6 @@ class Estimate:
         raise KeyError(name)
 
     def on_part(self, name: str, seconds: float) -> None:
-        """Correct the waiting parts by the ``seconds`` of this part."""
         for at, part in enumerate(self._waiting):
             if part.name == name:
                 del self._waiting[at]

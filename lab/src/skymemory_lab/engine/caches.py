@@ -74,7 +74,6 @@ class PrefixCaches:
 
     @property
     def states_kept(self) -> bool:
-        """True if the model has recurrent states."""
         return self._manager("").states_kept
 
     def open(self, salt: str, ids: Tokens) -> OpenPrompt:

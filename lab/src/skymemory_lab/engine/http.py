@@ -126,7 +126,6 @@ class OpenAIServer:
         return self._parse(request.path, raw, packed)
 
     def _parse(self, path: str, raw: bytes, packed: bytes) -> tuple[Generation, Translation | None]:
-        """Return the generation, and the translation of its answer, if any."""
         body = unpacked(raw, packed, MOST_BODY_BYTES)
         if path not in API_PATHS:
             return self._reader.read(body, chat=path == CHAT_COMPLETIONS), None

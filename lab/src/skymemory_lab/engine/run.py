@@ -226,7 +226,6 @@ async def _stop_signal() -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a bound socket, not yet listening."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

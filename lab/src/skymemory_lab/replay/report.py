@@ -69,7 +69,6 @@ class ReplayOutcome:
         return sum(self.gaps_s) / later_tokens if later_tokens > 0 else math.nan
 
     def as_json(self) -> dict[str, object]:
-        """Return JSON without nan."""
         fields: dict[str, object] = {"number": self.number, "status": str(self.status)}
         for name in ("due_s", "sent_s", "late_s", "ttft_s", "tbt_s", "end_s"):
             fields[name] = _rounded(getattr(self, name))

@@ -50,7 +50,6 @@ class LinkTrace:
         return cls((0.0,), (bytes_per_s,), latency_s)
 
     def finish_s(self, start_s: float, size_bytes: float) -> float:
-        """Return the end of a transfer that starts at ``start_s``."""
         at = bisect_right(self.since_s, start_s) - 1
         now_s, remaining_bytes = start_s, float(size_bytes)
         while at + 1 < len(self.since_s):

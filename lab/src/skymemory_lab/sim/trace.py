@@ -169,11 +169,6 @@ class TraceStatistics:
 
 
 def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
-    """Return the statistics of the requests.
-
-    Raises:
-        InvalidInput: no requests.
-    """
     if not requests:
         raise InvalidInput("no requests: no statistics")
     tokens = sum(request.input_tokens for request in requests)

@@ -167,7 +167,6 @@ def _looked_up() -> _LookUp:
 
 
 def draw_look_up() -> Figure:
-    """Draw figure 11: from a prompt to its chunks."""
     query = _looked_up()
     figure = new_figure(WIDE_IN, 5.0)
     axes = figure.add_subplot()

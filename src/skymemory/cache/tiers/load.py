@@ -148,8 +148,6 @@ def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
 
 
 class TierLoad:
-    """Lease and load of keys at a tier."""
-
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
         self.keys = keys

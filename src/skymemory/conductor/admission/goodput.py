@@ -16,8 +16,6 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class GoodputSettings:
-    """Settings of ``Goodput``; ratios up to 1."""
-
     window_s: float = 60.0
     """Age up to which a request counts as a sample."""
     queue_share: float = 0.5

@@ -17,9 +17,7 @@ Parts = tuple[float, float, float, float, float]
 
 
 class DecodeCost(Protocol):
-    def decode_parts(self, batch: int) -> Parts:
-        """Return coefficients as ``CostModel.decode_parts``."""
-        ...
+    def decode_parts(self, batch: int) -> Parts: ...
 
 
 @dataclass(slots=True, eq=False)

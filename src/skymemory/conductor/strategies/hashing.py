@@ -33,8 +33,6 @@ _SET_BITS = (
 
 @dataclass(frozen=True, slots=True)
 class SimHashSettings:
-    """Settings of ``NearestSignature``."""
-
     near_bits: int = 12
     """Largest distance of similar prompts; unrelated ones differ in 32 ± 4 bits."""
     remembered: int = 256
@@ -162,8 +160,6 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class ChwblSettings:
-    """Settings of ``BoundedRing``."""
-
     prefix_characters: int = 100
     virtual_nodes: int = 256
     load_factor: float = 1.25

@@ -104,8 +104,6 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Result of a load."""
-
     lost: int
     """Number of the value not loaded; values after it (before it, in a backward load) were not placed."""
     reason: Miss | None

@@ -118,8 +118,6 @@ class Backward:
 
 @dataclass(slots=True)
 class Known:
-    """State of a request."""
-
     request: Any
     seed: bytes
     content: dict[int, bytes]

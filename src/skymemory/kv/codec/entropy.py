@@ -296,7 +296,6 @@ def packed_bytes(channels: int) -> int:
 
 
 def pack(phases: Bytes) -> bytes:
-    """Pack phases in three bits each."""
     return np.packbits(np.unpackbits(phases[:, None], axis=1)[:, 5:].ravel()).tobytes()
 
 

@@ -113,6 +113,7 @@ _ONE = 0x80000000
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
+    """Return the CRC-32 of ``data``, continued from ``value``."""
     return zlib.crc32(data, value)
 
 
@@ -146,6 +147,7 @@ def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
+    """Return the CRC-32 of ``a + b`` from both CRCs and ``len(b)``."""
     if len2 < 0:
         raise ValueError(f"length {len2}: expected 0 or more")
     return _multiply(crc1 & 0xFFFFFFFF, _shift_of(len2)) ^ crc2 & 0xFFFFFFFF
@@ -286,6 +288,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
+    """Return the first value of each name, in lower case."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         first.setdefault(name.lower(), value)
@@ -293,6 +296,7 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
+    """Return the header lines, without the names (in lower case) ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:

@@ -251,7 +251,6 @@ class UnderWay:
         return self._tickets
 
     def drop(self, ticket: int) -> None:
-        """Remove a chain by its ticket."""
         slot, chain = self._open.pop(ticket, (0, None))
         if chain is None:
             return

@@ -344,7 +344,6 @@ class SatelliteMachine:
     # --- Datagrams to send ---
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return batches with the link each leaves by, once."""
         if self._healed_links_seen != self._state.links.healed:  # a destination may be reachable again
             self._healed_links_seen = self._state.links.healed
             self.handover.retry_unanswered(now_s)

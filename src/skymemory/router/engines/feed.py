@@ -249,8 +249,6 @@ class Feed:
 
 
 class Offer(enum.Enum):
-    """Result of ``Order.offer``."""
-
     TAKEN = enum.auto()  # it is next, or waits for missing messages
     OLD = enum.auto()  # a duplicate
     RESTARTED = enum.auto()  # call `restart`, then offer it again

@@ -301,7 +301,6 @@ def _of_short(payload: bytes) -> Iterator[Piece]:
 
 
 def _cut(event: BlocksStored) -> Iterator[Event]:
-    """Cut an event into pieces of ``BLOCKS``."""
     size, keys = event.block_tokens, event.extra_keys
     for at in range(0, len(event.hashes), BLOCKS):
         end = at + BLOCKS

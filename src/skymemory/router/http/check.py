@@ -28,8 +28,6 @@ EVENTS_S = 3.0
 
 @dataclass(slots=True)
 class ServerCheck:
-    """Findings about a server."""
-
     name: str
     url: str
     health: str = ""  # result of each check, in words

@@ -104,8 +104,6 @@ class Headers(Mapping[str, str]):
 
 
 class RequestHandler(Protocol):
-    """Handler of a request."""
-
     def client_gone(self) -> None: ...  # it disconnected
 
     def client_full(self) -> None: ...  # it does not read its response
@@ -128,9 +126,7 @@ class Application(Protocol):
     arriving: HeldBytes[Incoming | HttpConnection]  # request bodies and incomplete heads
     unread: HeldBytes[HttpConnection]  # responses that clients have not read
 
-    def refusal(self, request: Incoming) -> ApiError | None:
-        """Refuse a request by its head."""
-        ...
+    def refusal(self, request: Incoming) -> ApiError | None: ...
 
     def handle(self, request: Incoming) -> None: ...
 
@@ -510,7 +506,6 @@ class HttpConnection(asyncio.Protocol):
             self._refuse_incomplete_request(_bodies_too_large())
 
     def on_message_complete(self) -> None:
-        """Pass a complete request on."""
         self._slice_has_message_end = True
         if self._headers:
             self._headers.clear()  # trailers: no known API uses them

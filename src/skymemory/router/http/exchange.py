@@ -480,7 +480,6 @@ class Exchange(Attempts):
         )
 
     def _take_from_budget(self, fault: Fault, server: str) -> bool:
-        """Return True if the budget allows a retry."""
         if fault is Fault.REFUSED:
             return True  # nothing was sent
         is_free = fault is Fault.SILENT or self._shared.backends.policy.is_free_retry(server)

@@ -295,7 +295,6 @@ class Proxy:
         return able > 0 and not self.draining, reasons
 
     async def _answer_models(self, request: Incoming, which: str) -> None:
-        """Answer ``/v1/models``, or its entry ``which``."""
         silent = [known for known in self.backends.known.values() if known.server.takes_requests and not known.models]
         answers = await asyncio.gather(*(self._health.models_of(known) for known in silent), return_exceptions=True)
         for known, listed in zip(silent, answers, strict=True):

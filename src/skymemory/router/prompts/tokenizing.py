@@ -166,7 +166,6 @@ def can_cut(tokenizer_json: str) -> bool:
 
 
 def _splits_known(pre: Mapping[str, Any]) -> bool:
-    """Return True if it splits text by a known pattern."""
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     split = False
     for step in steps:

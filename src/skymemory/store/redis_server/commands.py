@@ -54,8 +54,6 @@ class Close(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """State of a connection."""
-
     number: int
     authenticated: bool
     claim: MemoryClaim  # its share of the memory budget
@@ -441,7 +439,6 @@ class Commands:
             raise Refused(NO_BYTES, "BUSY")
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
-        """Return the values, from leases or the store."""
         leased = {key: lease.value for key, lease in leases.items() if lease is not None and lease.value is not None}
         if len(leased) == len(ticket.keys):
             self._store.release(ticket)

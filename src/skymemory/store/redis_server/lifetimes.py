@@ -72,8 +72,6 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of SET and GETEX."""
-
     condition: bytes = b""  # NX, XX, or empty
     get: bool = False  # also return the previous value
     ttl_s: float | None = None

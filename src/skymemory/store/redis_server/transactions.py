@@ -41,8 +41,6 @@ def _size(word: Word) -> int:
 
 @dataclass(slots=True, eq=False)
 class WatchedKeys:
-    """Watched keys, with True if a value existed."""
-
     keys: dict[bytes, bool] = field(default_factory=dict)
     is_changed: bool = False
 

@@ -103,7 +103,6 @@ class Catalog:
         return None if self.index is None else self.index.bytes_by_servers()
 
     def probing(self) -> dict[str, int]:
-        """Return figures of index and probes."""
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilder is not None and self.index is not None:
             figures["index_complete"] = int(self.index.complete)

@@ -105,8 +105,6 @@ Waiting = TypeVar("Waiting", Job, DecodeStream)
 
 
 class PriorityQueue(Generic[Waiting]):
-    """Queue by priority, then arrival."""
-
     def __init__(self) -> None:
         # Entries of negative priority, arrival number, request.
         self._heap: list[tuple[int, int, Waiting]] = []

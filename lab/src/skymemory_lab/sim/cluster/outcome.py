@@ -23,8 +23,6 @@ Status = Literal["completed", "refused", "refused_after_prefill", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """Outcome of a request; missing times are None."""
-
     at_s: float
     status: Status
     prompt_tokens: int

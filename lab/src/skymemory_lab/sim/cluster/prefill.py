@@ -172,7 +172,6 @@ class Pipeline:
         self._free_s = [0.0] * machines
 
     def chunks_s(self, begin: int, end: int) -> list[float]:
-        """Return the seconds per chunk at one machine."""
         if end <= begin:
             return []
         flops = self.cost.prefill_flops

@@ -70,8 +70,6 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class TransferSetting:
-    """Size and manner of a transfer."""
-
     value_bytes: int
     chunk_bytes: int = 6144
     server_s: float = 0.0  # a server's time per chunk
@@ -95,7 +93,6 @@ class TransferSetting:
         return -(-self.value_bytes // self.chunk_bytes)
 
     def counts(self, servers: int) -> Integers:
-        """Return the chunks of each server that has any."""
         per_server, more = divmod(self.chunks, servers)
         chunks: Integers = per_server + (np.arange(servers) < more).astype(np.int64)
         return chunks[chunks > 0]

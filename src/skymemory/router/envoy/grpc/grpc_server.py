@@ -54,8 +54,6 @@ log = logging.getLogger("skymemory.router")
 
 
 class GrpcCall(Protocol):
-    """Handler of a call."""
-
     def message(self, data: bytes) -> None: ...
 
     def on_messages_end(self) -> None: ...
@@ -192,8 +190,6 @@ class GrpcServer:
 
 
 class Answers:
-    """Stream of a call."""
-
     def __init__(self, connection: GrpcConnection, stream: int) -> None:
         self._connection, self._stream = connection, stream
         self._begun = self._held = self._ended = False  # answer begun; input held back; input ended

@@ -105,8 +105,6 @@ class _HeaderBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Http2Stream:
-    """State of a stream."""
-
     sends: int  # the peer's receive window; may be negative
     receives: int = WINDOW_BYTES  # our receive window
     owed: int = 0  # processed bytes, not yet returned to the peer's window
