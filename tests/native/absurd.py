@@ -12,6 +12,8 @@ import argparse
 import gc
 import importlib.util
 import math
+import mmap
+import os
 import random
 import socket
 import struct
@@ -77,6 +79,8 @@ class Scene:
         self.answers = b"".join(_packet(16, 0x42, ref, part) for ref, part in zip(self.refs, parts, strict=True))
         self.sets = b"".join(_packet(8, 1, ref, part) for ref, part in zip(self.refs[:4], parts, strict=False))
         self.set_bytes = len(self.sets) // 4
+        (folder / "page").write_bytes(struct.pack("<8sQQQQ", b"HSKPAGE1", 8, 4, 0, 0).ljust(8192, b"\0"))
+        self.page = folder / "page"
         self.get = _packet(8, 2, KEY + struct.pack(">III", 1, 1, 4) + b"\x0f")
         self.ack = _packet(16, 0x41, KEY + struct.pack(">III", 1, 3, 9) + b"\xff\x01")
         signed = backend.sign_packets
@@ -162,6 +166,15 @@ class Scene:
         head = bytes((0x5B, 1, 1, 0)) + struct.pack("<I", len(body))
         return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head + bytes(4)))) + body
 
+    def _directory(self) -> mmap.mmap:
+        """A host arena's, with values under three keys."""
+        directory = mmap.mmap(-1, 4096 + 4 * 64 + 64 * 16)
+        struct.pack_into("<8sQQQQQ16sQ", directory, 0, b"SKYHOST1", 1 << 20, 16, 64, 5, 0, bytes(16), 0)
+        owner = self.helper.HostDirectory(directory)
+        for number in range(3):
+            owner.put(bytes([number]) * 32, 4096 * number, 4000, 7)
+        return directory
+
     def _servers(self) -> list[Any]:
         return [Server(slot) for slot in (0, 1, 70)] + (
             [Server(2, self.saboteur())] if self.dice.random() < 0.3 else []
@@ -233,6 +246,9 @@ class Scene:
             "PrefillQueues": lambda: (0.1,),
             "ShareGuard": lambda: (1.1, 60.0, 1, 0.0),
             "DelayPrice": lambda: (0.3, 60.0, 0.9),
+            "HostDirectory": lambda: (self._directory(),),
+            "HostView": tuple,
+            "HostReader": lambda: (self._directory(), mmap.mmap(-1, 1 << 20), os.open(self.page, os.O_RDWR)),
             "TtftRanker": lambda: (
                 fast.PrefillQueues(0.1),
                 fast.ShareGuard(1.1, 60.0, 1, 0.0),
@@ -338,6 +354,37 @@ class Scene:
                 hear,
             )
 
+        def stored(directory: Any) -> None:
+            for number in range(3):
+                directory.put(bytes([number]) * 32, 64 * number, 50, 7)
+
+        def page() -> mmap.mmap:
+            with open(self.page, "r+b") as file:
+                return mmap.mmap(file.fileno(), 0)
+
+        for name, make in {
+            "put": lambda: (bytes(32), 64, 50, 7),
+            "take": lambda: (bytes(32),),
+            "set_checked": lambda: (bytes(32), 0),
+            "entries": tuple,
+            "held": lambda: ([page(), page()],),
+            "uses": lambda: (page(), 0),
+        }.items():
+            method("HostDirectory", name, make, stored)
+        for name, make in {
+            "hold": lambda: ([bytes(32), b"\1" * 32, b"\2" * 32],),
+            "sizes": lambda: ([bytes(32), b"\1" * 32],),
+            "prefix": lambda: ([bytes(32), b"\1" * 32],),
+            "write": lambda: (4096, bytearray(20_000), 1),
+            "let_go": tuple,
+        }.items():
+            method("HostReader", name, make, lambda reader: None)
+
+        def view() -> tuple[Call, Arguments]:
+            reader = fast.HostReader(*plain["HostReader"]())
+            return reader.hold([bytes(32)])[0].is_sound, ()
+
+        makes["HostView.is_sound"] = view
         method("TtftRanker", "rank", ranked, lambda ranker: None)
         method("TtftRanker", "forget", lambda: (0,), lambda ranker: None)
         makes["TtftRanker.forget"] = lambda: (fast.TtftRanker(*plain["TtftRanker"]()).forget, (0,))

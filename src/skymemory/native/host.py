@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HostDirectory:
-    """The owner's side of a directory (``store.host.layout``). Begins with the entries that an earlier owner left there.
+    """The owner's side of a directory (``store.host.layout``). It begins with what an earlier owner left there.
 
     Raises ValueError for a directory of another release.
     """
@@ -64,8 +64,8 @@ class HostView:
 
 
 class HostReader:
-    """A client's side: finds, holds and writes values without asking their owner. ``page_fd``, a descriptor of its page,
-    is its own from now on. Calls hold the interpreter's lock but for long copies and checksums.
+    """A client's side: finds, holds and writes values without asking their owner. Long copies and checksums release
+    the interpreter's lock. ``page_fd``, a descriptor of its page, is its own from now on.
 
     Raises ValueError for files of another release, OSError if the page cannot be mapped.
     """
@@ -77,7 +77,7 @@ class HostReader:
 
     def __init__(self, directory: mmap, values: mmap, page_fd: int) -> None: ...
 
-    def hold(self, keys: Sequence[bytes]) -> list[HostView | None | bool]:
+    def hold(self, keys: Sequence[bytes]) -> list[HostView | bool | None]:
         """Return a view of each value, None if it is absent, False if too many are held already."""
         raise NotImplementedError
 

@@ -271,7 +271,11 @@ static int open_page(Reader *self)
         return 0;
     }
     uint64_t bytes = (uint64_t)status.st_size, room = bytes < HOST_HEAD_BYTES ? 0 : (bytes - HOST_HEAD_BYTES) / 8;
-    HostPage *head = room ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, self->page_fd, 0) : MAP_FAILED;
+    if (!room) {
+        PyErr_SetString(PyExc_ValueError, "a client's page without room for a hold");
+        return 0;
+    }
+    HostPage *head = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, self->page_fd, 0);
     if (head == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         return 0;

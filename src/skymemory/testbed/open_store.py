@@ -30,8 +30,8 @@ from skymemory.testbed.key_file import KeyFollower
 from skymemory.units import parse_duration, parse_number, parse_size
 
 EXPECTED = (
-    "memory[://SIZE], host:[//SIZE|///FOLDER], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
-    "constellation[://RUN_DIR][?index=no&access=gateway&lat=52.5&lon=13.4], tiers:///FILE.toml or "
+    "memory[://SIZE], host:[//SIZE|///FOLDER], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], "
+    "unix:///REDIS.sock, constellation[://RUN_DIR][?index=no&access=gateway&lat=52.5&lon=13.4], tiers:///FILE.toml or "
     "tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 

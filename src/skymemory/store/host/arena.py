@@ -65,7 +65,9 @@ class OwnedArena:
         (folder / "pages").mkdir(mode=0o700, exist_ok=True)
         fd = _locked(folder / "directory", os.O_RDWR | os.O_CREAT)
         if fd is None:
-            raise InvalidInput(f"host arena {folder}: another process serves it: attach by host://{folder}, or end that one")
+            raise InvalidInput(
+                f"host arena {folder}: another process serves it: attach by host://{folder}, or end that one"
+            )
         self.fd = fd
         try:
             self.is_new = not self._fits()

@@ -19,7 +19,6 @@ from pathlib import Path
 from skymemory import native
 from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError, ValueTooLarge
 from skymemory.forks import Owner
-from skymemory.kv.block import Place
 from skymemory.metrics import Counters
 from skymemory.reasons import Miss
 from skymemory.store.accounting import size_of
@@ -92,7 +91,9 @@ class HostStore(RemoteStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not native.NATIVE:
-            raise MissingExtra("the host store needs the compiled helper: install a wheel, or a C compiler and build it")
+            raise MissingExtra(
+                "the host store needs the compiled helper: install a wheel, or a C compiler and build it"
+            )
         super().__init__(name, clock)
         self._folder = folder
         self._timeout_s = timeout_s

@@ -20,7 +20,8 @@ def rounded(size_bytes: int) -> int:
 
 
 class Extents:
-    """Free extents of an arena of ``size_bytes``, without ``used`` (begin, size). Sizes are ``rounded``; not thread-safe.
+    """Free extents of an arena of ``size_bytes``, without ``used`` (begin, size). Sizes are ``rounded``.
+    Not thread-safe.
 
     Raises ValueError if extents in use overlap.
     """

@@ -1,8 +1,8 @@
 """Files of a host arena, as they lie in shared memory (``native/host.h`` has the same in C).
 
-``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table (uint32,
-entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` belongs to one client, which alone
-writes it: the places that it holds (leases), and a ring of the places that it used. All words are little-endian.
+``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table
+(uint32, entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` belongs to one client, which
+alone writes it: the offsets that it holds (leases), and a ring of the offsets that it used. Words are little-endian.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAGE = struct.Struct("<8sQQQQ")
 _BYTES_PER_ENTRY = 4096
 _LEAST_ENTRIES, _MOST_ENTRIES = 4_096, 1 << 26
 _SLACK = 8
-"""The arena has one part in eight more bytes than its budget: for rounding, and for values that are evicted but held."""
+"""The arena is one part in eight larger than its budget: for rounding, and for values that are evicted but held."""
 _LEAST_SLACK_BYTES = 1 << 20
 _PAGE_OF_MEMORY_BYTES = 1 << 21
 
@@ -69,7 +69,7 @@ def instance_of(directory: mmap) -> bytes:
 
 
 def values_bytes_of(directory: mmap) -> int:
-    """Return the size of ``values`` that the directory's head states. Raises InvalidInput for another release's file."""
+    """Return the size of ``values`` by the directory's head. Raises InvalidInput for another release's file."""
     magic, values_bytes, *_ = _HEAD.unpack_from(directory)
     if magic != MAGIC:
         raise InvalidInput("the host arena is of another release: stop the process that serves it, and serve it anew")

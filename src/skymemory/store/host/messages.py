@@ -1,6 +1,6 @@
 """Messages between a client of a host arena and its owner: one packet each on a Unix socket (SOCK_SEQPACKET).
 
-A request is an operation (one byte) and its body; an answer is a status (one byte) and its body, or the words of an error.
+A request is an operation (one byte) and its body; an answer is a status (one byte) and its body, or an error in words.
 No byte of a value is in them. Numbers are little-endian.
 """
 
@@ -49,7 +49,9 @@ WELCOME = struct.Struct("<Q16sQ")
 _COUNT = struct.Struct("<I")
 _SECONDS = struct.Struct("<d")
 _NUMBER = struct.Struct("<Q")
-_ITEM = np.dtype([("key", f"V{KEY_BYTES}"), ("bytes", "<u8"), ("place", "u1"), ("depth", "<u4"), ("parent", f"V{KEY_BYTES}")])
+_ITEM = np.dtype(
+    [("key", f"V{KEY_BYTES}"), ("bytes", "<u8"), ("place", "u1"), ("depth", "<u4"), ("parent", f"V{KEY_BYTES}")]
+)
 _NO_PLACE, _FIRST, _AFTER = 0, 1, 2
 _REFUSED = (1 << 64) - 1
 
@@ -111,7 +113,11 @@ def unpack_reserved(body: memoryview) -> tuple[int, list[int | None]]:
 
 
 def pack_commit(number: int, crcs: Sequence[int | None]) -> bytes:
-    return bytes([Op.COMMIT]) + _NUMBER.pack(number) + np.array([_REFUSED if c is None else c for c in crcs], "<u8").tobytes()
+    return (
+        bytes([Op.COMMIT])
+        + _NUMBER.pack(number)
+        + np.array([_REFUSED if c is None else c for c in crcs], "<u8").tobytes()
+    )
 
 
 def unpack_commit(body: memoryview) -> tuple[int, list[int | None]]:

@@ -90,7 +90,9 @@ class ArenaStore(BudgetedStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not native.NATIVE:
-            raise MissingExtra("the host store needs the compiled helper: install a wheel, or a C compiler and build it")
+            raise MissingExtra(
+                "the host store needs the compiled helper: install a wheel, or a C compiler and build it"
+            )
         inventory = Inventory(budget_bytes, int(budget_bytes * pin_fraction), policy)
         super().__init__(name, inventory, lease_s, clock, Counters())
         self._keep = keep
@@ -412,7 +414,7 @@ class ArenaStore(BudgetedStore):
             return number, [None if extent is None else extent.offset for extent in extents]
 
     def commit(self, client: Client, number: int, crcs: Sequence[int | None]) -> tuple[list[bytes], list[bool]]:
-        """Enter the values of a reservation, by the CRC-32 of each, None if it was not written. Return keys and results."""
+        """Enter the values of a reservation, by the CRC-32 of each (None: not written). Return keys and results."""
         with self._open():
             reservation = client.reservations.get(number)
             if reservation is None:

@@ -122,7 +122,9 @@ class ArenaServer:
                 raise Malformed("HELLO of another release, or a second one")
             _, version, number = HELLO.unpack(message)
             if version != VERSION:
-                raise InvalidInput(f"this owner speaks version {VERSION}, the client {version}: use one release for both")
+                raise InvalidInput(
+                    f"this owner speaks version {VERSION}, the client {version}: use one release for both"
+                )
             connection.client = client = store.connect(number)
             return WELCOME.pack(client.number, store.instance, store.arena_bytes)
         if client is None:

@@ -1,0 +1,206 @@
+"""The compiled side of a host arena, judged by a dict; and read by other processes while it is changed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import tempfile
+import time
+from types import ModuleType
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.contract.forked import in_child
+
+from skymemory import native
+from skymemory.store.host.extents import Extents, rounded
+
+if native._fast is None:
+    pytest.skip("the compiled helper was not built", allow_module_level=True)
+
+ENTRIES, BUCKETS, VALUES_BYTES = 8, 32, 1 << 16
+CHECKED = 1 << 32
+KEYS = [bytes([number]) * 32 for number in range(12)]
+
+
+def directory_of(
+    entries: int = ENTRIES, buckets: int = BUCKETS, values_bytes: int = VALUES_BYTES, seed: int = 3
+) -> mmap.mmap:
+    made = mmap.mmap(-1, 4096 + 4 * buckets + 64 * entries)
+    struct.pack_into("<8sQQQQQ16sQ", made, 0, b"SKYHOST1", values_bytes, entries, buckets, seed, 0, bytes(16), 0)
+    return made
+
+
+def page_of(holds: int = 4, uses: int = 4) -> tuple[int, mmap.mmap]:
+    """A client's page: a descriptor for it, and the owner's mapping."""
+    with tempfile.TemporaryFile() as file:
+        file.write(struct.pack("<8sQQQQ", b"HSKPAGE1", holds, uses, 0, 0))
+        file.truncate(4096 + 8 * (holds + uses))
+        file.flush()
+        return os.dup(file.fileno()), mmap.mmap(file.fileno(), 0)
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """What the directory and a reader of it say, and what a dict does."""
+
+    @initialize(seed=st.integers(0, 2**64 - 1))
+    def begin(self, seed: int) -> None:
+        self.memory = directory_of(seed=seed)
+        self.directory = native.HostDirectory(self.memory)
+        fd, self.page = page_of()
+        self.reader = native.HostReader(self.memory, mmap.mmap(-1, VALUES_BYTES), fd)
+        self.twin: dict[bytes, tuple[int, int, int]] = {}
+        self.views: list[native.HostView] = []
+        self.uses: list[int] = []
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        offset=st.integers(0, 900),
+        size=st.integers(0, 2_000),
+        check=st.integers(0, 2**32 - 1),
+    )
+    def put(self, key: bytes, offset: int, size: int, check: int) -> None:
+        # Replaced values keep their entry until the new one has its own.
+        expected = len(self.twin) < ENTRIES
+        assert self.directory.put(key, 64 * offset, size, check) == expected
+        if expected:
+            self.twin[key] = (64 * offset, size, check)
+
+    @rule(key=st.sampled_from(KEYS))
+    def take(self, key: bytes) -> None:
+        assert self.directory.take(key) == (self.twin.pop(key, None) is not None)
+
+    @rule(key=st.sampled_from(KEYS), shift=st.sampled_from([0, 64]))
+    def set_checked(self, key: bytes, shift: int) -> None:
+        offset, size, check = self.twin.get(key, (0, 0, 0))
+        assert self.directory.set_checked(key, offset + shift) == (key in self.twin and not shift)
+        if key in self.twin and not shift:
+            self.twin[key] = (offset, size, check | CHECKED)
+
+    @rule()
+    def restart(self) -> None:
+        epoch = self.reader.epoch
+        self.directory = native.HostDirectory(self.memory)
+        assert self.reader.epoch == epoch + 1
+        self.twin = {key: (offset, size, check & ~CHECKED) for key, (offset, size, check) in self.twin.items()}
+
+    @rule(key=st.sampled_from(KEYS))
+    def hold(self, key: bytes) -> None:
+        (view,) = self.reader.hold([key])
+        if len(self.views) == 4:
+            assert view is False
+        elif key not in self.twin:
+            assert view is None
+        else:
+            offset, size, check = self.twin[key]
+            assert isinstance(view, native.HostView)
+            assert (view.offset, len(memoryview(view)), view.crc) == (offset, size, check & (CHECKED - 1))
+            assert view.checked == bool(check & CHECKED)
+            self.views.append(view)
+            self.uses.append(offset)
+
+    @rule(which=st.integers(0, 3))
+    def let_go(self, which: int) -> None:
+        if which < len(self.views):
+            del self.views[which]
+
+    @invariant()
+    def all_agree(self) -> None:
+        if not hasattr(self, "twin"):
+            return
+        assert self.reader.sizes(KEYS) == [self.twin[key][1] if key in self.twin else None for key in KEYS]
+        assert self.reader.prefix(KEYS) == next((at for at, key in enumerate(KEYS) if key not in self.twin), len(KEYS))
+        assert sorted(self.directory.entries()) == sorted((key, *rest) for key, rest in self.twin.items())
+        assert self.directory.held([self.page]) == {view.offset for view in self.views}
+        assert self.reader.held == len(self.views)
+        count, last = self.directory.uses(self.page, 0)
+        assert count == len(self.uses) and last == self.uses[-4:]
+
+
+DirectoryMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestDirectory = DirectoryMachine.TestCase
+
+
+def test_a_half_made_change_is_dropped_by_the_next_owner() -> None:
+    memory = directory_of()
+    owner = native.HostDirectory(memory)
+    for number in range(4):
+        assert owner.put(KEYS[number], 64 * number, 10, 7)
+    entries_at = 4096 + 4 * BUCKETS
+    for at in range(ENTRIES):  # the entry of the first key is being written, as its owner ends
+        version, key = struct.unpack_from("<Q32s", memory, entries_at + 64 * at)
+        if key == KEYS[0]:
+            struct.pack_into("<Q", memory, entries_at + 64 * at, version | 1)
+    struct.pack_into("<Q", memory, 40, 7)  # and buckets were being moved
+    successor = native.HostDirectory(memory)
+    assert sorted(entry[0] for entry in successor.entries()) == KEYS[1:4]
+    fd, _ = page_of()
+    assert native.HostReader(memory, mmap.mmap(-1, VALUES_BYTES), fd).sizes(KEYS[:5]) == [None, 10, 10, 10, None]
+
+
+@pytest.mark.parametrize("at", range(0, 56, 8))
+def test_a_directory_or_page_of_another_release_is_refused(fast: ModuleType, at: int) -> None:
+    memory = directory_of()
+    if at in (0, 16, 24):  # magic, entries, buckets
+        struct.pack_into("<Q", memory, at, 2**40)
+        with pytest.raises(ValueError, match="another release"):
+            fast.HostDirectory(memory)
+    with tempfile.TemporaryFile() as file, pytest.raises(ValueError, match="page"):
+        file.write(struct.pack("<8sQQQQ", b"HSKPAGE2", 4, 4, 0, 0).ljust(8192, b"\0"))
+        file.flush()
+        fast.HostReader(directory_of(), mmap.mmap(-1, VALUES_BYTES), file.fileno())
+
+
+@pytest.mark.parametrize("seconds", [0.7, pytest.param(20.0, marks=pytest.mark.slow)])
+def test_no_reader_sees_a_torn_entry_or_another_value_while_the_owner_changes_all(seconds: float) -> None:
+    """The value of key n is n's letter. Sizes and places change all the time; freed room is written over at once."""
+    keys = [bytes([number]) * 32 for number in range(40)]
+    memory, values = directory_of(64, 256, 1 << 20), mmap.mmap(-1, 1 << 20)
+    owner = native.HostDirectory(memory)
+    fd, page = page_of(8, 8)
+    until_s = time.monotonic() + seconds
+
+    def read() -> list[int]:
+        reader = native.HostReader(memory, values, fd)
+        wrong = seen = 0
+        dice = random.Random(1)
+        while time.monotonic() < until_s:
+            key = dice.choice(keys)
+            for view in reader.hold([key]):
+                if view:
+                    seen += 1
+                    data = bytes(view)
+                    time.sleep(0)
+                    wrong += set(data) - {key[0]} != set() or bytes(view) != data
+        return [wrong, seen]
+
+    free, places, quarantined = Extents(1 << 20), dict[bytes, tuple[int, int]](), list[tuple[int, int]]()
+    dice = random.Random(2)
+
+    def change() -> None:
+        for _ in range(50):
+            key, size = dice.choice(keys), dice.randrange(1, 9_000)
+            old = places.pop(key, None)
+            if dice.random() < 0.3:
+                assert owner.take(key) == (old is not None)
+            elif (offset := free.allocate(rounded(size))) is not None:
+                values[offset : offset + size] = key[:1] * size
+                assert owner.put(key, offset, size, 0)
+                places[key] = (offset, size)
+            elif old is not None:
+                places[key] = old
+                old = None
+            if old is not None:
+                quarantined.append(old)
+            held = owner.held([page])
+            for place in [place for place in quarantined if place[0] not in held]:
+                quarantined.remove(place)
+                values[place[0] : place[0] + place[1]] = b"\xff" * place[1]
+                free.free(place[0], rounded(place[1]))
+
+    wrong, seen = in_child(read, change, limit_s=60)
+    assert wrong == 0 and seen > 100
