@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from mmap import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -77,7 +77,7 @@ class HostReader:
 
     def __init__(self, directory: mmap, values: mmap, page_fd: int) -> None: ...
 
-    def hold(self, keys: Sequence[bytes]) -> list[HostView | bool | None]:
+    def hold(self, keys: Sequence[bytes]) -> list[HostView | Literal[False] | None]:
         """Return a view of each value, None if it is absent, False if too many are held already."""
         raise NotImplementedError
 

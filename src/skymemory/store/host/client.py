@@ -37,6 +37,7 @@ from skymemory.store.host import messages
 from skymemory.store.host.arena import map_read, map_write, reader_of
 from skymemory.store.host.layout import values_bytes_of
 from skymemory.store.host.messages import HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, Op, Status
+from skymemory.store.host.owner import reason_of
 from skymemory.store.host.server import SOCKET
 
 _RETRY_S = 1.0
@@ -245,12 +246,12 @@ class HostStore(RemoteStore):
         values: list[memoryview | None] = []
         reasons: list[Miss | None] = []
         for key, view in zip(ticket.keys, held, strict=True):
-            reason = Miss.ABSENT if view is None else Miss.TOO_MANY_LOADS if view is False else None
-            if reason is None and not view.checked and not view.is_sound():
+            reason = reason_of(view)
+            if view and not view.checked and not view.is_sound():
                 reason = Miss.CORRUPT
                 self._counters.add("corrupt")
                 self.delete([key])
-            values.append(memoryview(view) if reason is None else None)
+            values.append(memoryview(view) if view and reason is None else None)
             reasons.append(reason)
         seconds = self._clock() - started_s
         ticket.report = LoadReport(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
+from typing import Literal
 
 from skymemory import native
 from skymemory.errors import InvalidInput, MissingExtra
@@ -316,18 +317,18 @@ class ArenaStore(BudgetedStore):
             self._inventory.end_lease(ticket)
             views = self._reader.hold(ticket.keys)
             self._inventory.use(list(dict.fromkeys(ticket.keys)))
+            values: list[memoryview | None] = []
             reasons: list[Miss | None] = []
-            for at, (key, view) in enumerate(zip(ticket.keys, views, strict=True)):
-                reasons.append(Miss.ABSENT if view is None else None)
-                if view is False:
-                    views[at], reasons[at] = None, Miss.TOO_MANY_LOADS
-                elif view is not None and not view.checked and not self._check(key, view):
-                    views[at], reasons[at] = None, Miss.CORRUPT
-            misses = views.count(None)
-            self._counters.add("hits", len(views) - misses)
+            for key, view in zip(ticket.keys, views, strict=True):
+                reason = reason_of(view)
+                if view and not view.checked and not self._check(key, view):
+                    reason = Miss.CORRUPT
+                values.append(memoryview(view) if view and reason is None else None)
+                reasons.append(reason)
+            misses = values.count(None)
+            self._counters.add("hits", len(values) - misses)
             self._counters.add("misses", misses)
             seconds = self._clock() - started_s
-            values = [None if view is None else memoryview(view) for view in views]
             ticket.report = LoadReport(
                 tuple(
                     KeyReport(reason=reason) if value is None else KeyReport(self._name, value.nbytes, seconds)
@@ -496,3 +497,8 @@ class ArenaStore(BudgetedStore):
 
 
 _CHECKED = 1 << 32
+
+
+def reason_of(view: native.HostView | Literal[False] | None) -> Miss | None:
+    """Return why there is no view, if so."""
+    return Miss.ABSENT if view is None else Miss.TOO_MANY_LOADS if view is False else None
