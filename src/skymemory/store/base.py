@@ -221,6 +221,30 @@ class Evicting(Protocol):
     """
 
 
+class Hierarchy(Protocol):
+    """Farther tiers, as a nearest tier sees them that other processes use, too. Calls may wait for those tiers."""
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Presence]: ...
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]: ...
+
+    def fill_nearest(self, keys: Sequence[bytes]) -> None:
+        """Copy the values that farther tiers have into the nearest."""
+
+    def on_nearest_stored(self, places: Mapping[bytes, Place | None]) -> None:
+        """Store these values, which another process has stored in the nearest tier, in the farther tiers, later."""
+
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]: ...
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """Optional interface: other processes use the tier without its hierarchy."""
+
+    below: Hierarchy | None
+    """The hierarchy whose nearest tier it is."""
+
+
 @runtime_checkable
 class Expiring(Protocol):
     """Optional interface: expire values."""

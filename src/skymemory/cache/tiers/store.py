@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -31,6 +31,7 @@ from skymemory.store.base import (
     OpenTickets,
     Places,
     Presence,
+    Shared,
     Store,
     StoreTicket,
     TwoPhase,
@@ -110,6 +111,8 @@ class TieredStore(TwoPhase):
                 )
         for tier, store in evicting if self.settings.demote else ():
             store.on_evict = self._demoting(tier)
+        if len(self.tiers) > 1 and isinstance(self.tiers[0].store, Shared):
+            self.tiers[0].store.below = self
         self._mover = TierMover(self.tiers, self._outbound, self._locks, self._counters)
 
     @property
@@ -200,9 +203,38 @@ class TieredStore(TwoPhase):
             self._outbound.wake()
         return views
 
-    def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
-        """Copy farther tiers' values to the nearest, as ``promote`` says."""
-        top, policy = self.tiers[0], self.settings.promote
+    def fill_nearest(self, keys: Sequence[bytes]) -> None:
+        """Copy the values that farther tiers have into the nearest, for processes that read there."""
+        ticket = self.prepare_load(keys)
+        try:
+            self._loads.take(ticket)
+            assert isinstance(ticket.state, TieredLoad)
+            values, _ = ticket.state.complete(self._budget, self.settings.load_deadline_s)
+            self._promote(ticket.state, values, "always")
+        finally:
+            self.release(ticket)
+
+    def on_nearest_stored(self, places: Mapping[bytes, Place | None]) -> None:
+        """Store values that another process has stored in the nearest tier in the farther tiers, later."""
+        with self._locks.exclusive(list(places)):
+            self._outbound.discard(places)
+            # Blocks are copied from the nearest tier when there is time; other values may change until then.
+            blocks = {key: place for key, place in places.items() if place is not None}
+            for tier in self.tiers[1:]:
+                tier.backlog.add(blocks)
+            others = [key for key in places if key not in blocks]
+            for key, value in zip(others, self.tiers[0].store.get_many(others), strict=True):
+                moving = (
+                    None if value is None else Moving(key, bytes(value), tuple(range(1, len(self.tiers))), True, None)
+                )
+                if moving is None or not self._outbound.add(moving):
+                    for tier in self.tiers[1:]:
+                        tier.dirty_keys.add([key])
+        self._outbound.wake()
+
+    def _promote(self, load: TieredLoad, values: dict[bytes, memoryview], policy: str | None = None) -> None:
+        """Copy farther tiers' values to the nearest, as ``policy`` or ``promote`` says."""
+        top, policy = self.tiers[0], policy or self.settings.promote
         far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
         if policy == "second hit":
             with self._lock:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from skymemory import native
 from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError, ValueTooLarge
@@ -36,13 +37,14 @@ from skymemory.store.base import (
 from skymemory.store.host import messages
 from skymemory.store.host.arena import map_read, map_write, reader_of
 from skymemory.store.host.layout import values_bytes_of
-from skymemory.store.host.messages import HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, Op, Status
+from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, Op, Status
 from skymemory.store.host.owner import reason_of
 from skymemory.store.host.server import SOCKET
 
 _RETRY_S = 1.0
 """Time between attempts to reach an owner that is gone."""
 _LOOK_S = 0.5
+_NOTHING = memoryview(b"")
 """Time between looks whether the owner is gone, and another has begun with an arena of its own."""
 
 
@@ -74,7 +76,7 @@ class _StoreState:
 class HostStore(RemoteStore):
     """Store of values in shared memory that another process of this computer owns.
 
-    ``folder`` is the owner's. ``timeout_s`` limits the wait for an answer.
+    ``folder`` is the owner's. ``timeout_s`` limits the wait for an answer, ``fetch_s`` the wait for farther tiers.
 
     Raises:
         InvalidInput: another release, or another user's.
@@ -88,6 +90,7 @@ class HostStore(RemoteStore):
         *,
         name: str = "host",
         timeout_s: float = 2.0,
+        fetch_s: float = 10.0,
         read_bytes_per_s: float = 10e9,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,6 +106,11 @@ class HostStore(RemoteStore):
         self._lock = threading.RLock()
         """Lock of the socket: one message at a time."""
         self._sock: socket.socket | None = None
+        self._below: socket.socket | None = None
+        """Connection for questions that may wait for farther tiers."""
+        self._below_lock = threading.Lock()
+        self._has_below = False
+        self._fetch_s = fetch_s
         self._retry_s = self._look_s = -math.inf
         self._mapping = self._attach()
         self._owner = Owner(f"the {name} store", self._let_go)
@@ -117,7 +125,7 @@ class HostStore(RemoteStore):
             sock.settimeout(self._timeout_s)
             sock.connect(str(path))
             sock.send(HELLO.pack(Op.HELLO, VERSION, 0 if before is None else before.number))
-            number, instance, values_bytes = WELCOME.unpack(_opened(sock.recv(MAX_BYTES)))
+            number, instance, values_bytes, has_below = WELCOME.unpack(_opened(sock.recv(MAX_BYTES)))
             mapping = before
             if before is None or before.instance != instance or before.number != number:
                 mapping = self._map(number, instance, values_bytes)
@@ -131,6 +139,7 @@ class HostStore(RemoteStore):
             sock.close()
             raise
         self._sock = sock
+        self._has_below = bool(has_below)
         assert mapping is not None
         return mapping
 
@@ -144,8 +153,9 @@ class HostStore(RemoteStore):
 
     def _let_go(self) -> None:
         """Close a forked child's copies of the descriptors."""
-        if self._sock is not None:
-            self._sock.close()
+        for sock in (self._sock, self._below):
+            if sock is not None:
+                sock.close()
         self._mapping.reader.let_go()
 
     def _look(self) -> Mapping:
@@ -210,32 +220,85 @@ class HostStore(RemoteStore):
             for at in range(0, len(keys), MOST_ITEMS):
                 yield self._ask(messages.pack_keys(op, keys[at : at + MOST_ITEMS], seconds))
 
+    # --- farther tiers of the owner ---
+
+    def _ask_below(self, op: Op, keys: Sequence[bytes], timeout_s: float) -> Iterator[memoryview | None]:
+        """Yield the answers about ``keys``, in parts of ``MOST_ITEMS``; None without an answer in time."""
+        with self._below_lock:
+            for at in range(0, len(keys), MOST_ITEMS):
+                yield self._ask_one_below(messages.pack_keys(op, keys[at : at + MOST_ITEMS]), timeout_s)
+
+    def _ask_one_below(self, message: bytes, timeout_s: float) -> memoryview | None:
+        try:
+            if self._below is None:
+                self._below = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._below.settimeout(self._timeout_s)
+                self._below.connect(str(self._folder / SOCKET))
+                self._below.send(BELOW.pack(Op.BELOW, VERSION))
+                _opened(self._below.recv(MAX_BYTES))
+            self._below.settimeout(max(timeout_s, 0.001))
+            self._below.send(message)
+            return _opened(self._below.recv(MAX_BYTES))
+        except (OSError, InvalidInput):
+            self._counters.add("unanswered")
+            if self._below is not None:
+                self._below.close()
+                self._below = None
+            return None
+
     # --- reading ---
 
     @property
     def leases(self) -> bool:
-        return True
+        return not self._has_below
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
         pending = self._pending()
-        return [
+        sizes = self._look().reader.sizes(keys)
+        presence = [
             Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
-            for key, size in zip(keys, self._look().reader.sizes(keys), strict=True)
+            for key, size in zip(keys, sizes, strict=True)
         ]
+        far = [at for at, state in enumerate(presence) if state is Presence.MISS] if self._has_below else []
+        answers = self._ask_below(Op.LOOKUP, [keys[at] for at in far], self._timeout_s) if far else iter(())
+        for number, answer in enumerate(answers):
+            for at, state in zip(far[number * MOST_ITEMS :], answer or b"", strict=False):
+                presence[at] = Presence(state)
+        return presence
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         keys = self._check(keys)
-        return self._look().reader.sizes(keys)
+        sizes = self._look().reader.sizes(keys)
+        far = [at for at, size in enumerate(sizes) if size is None] if self._has_below else []
+        answers = self._ask_below(Op.SIZES, [keys[at] for at in far], self._timeout_s) if far else iter(())
+        for number, answer in enumerate(answers):
+            for at, size in zip(far[number * MOST_ITEMS :], messages.unpack_sizes(answer or _NOTHING), strict=False):
+                sizes[at] = size
+        return sizes
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
-        return self._look().reader.prefix(keys)
+        count = self._look().reader.prefix(keys)
+        if count == len(keys) or not self._has_below:
+            return count
+        states = self.lookup(keys[count:])
+        return count + next((at for at, state in enumerate(states) if state is not Presence.HIT), len(states))
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = super().prepare_load(keys)
         ticket.state = self._look().reader.hold(ticket.keys)
         return ticket
+
+    def _fetch(self, keys: Sequence[bytes], held: list[native.HostView | Literal[False] | None]) -> None:
+        """Have what is absent copied into the arena by its owner, and hold it."""
+        absent = [at for at, view in enumerate(held) if view is None]
+        if not absent or not self._has_below:
+            return
+        wanted = [keys[at] for at in absent]
+        list(self._ask_below(Op.FETCH, wanted, self._fetch_s))
+        for at, view in zip(absent, self._mapping.reader.hold(wanted), strict=True):
+            held[at] = view
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
@@ -243,6 +306,7 @@ class HostStore(RemoteStore):
         started_s = self._clock()
         held, ticket.state = ticket.state, None
         assert isinstance(held, list)
+        self._fetch(ticket.keys, held)
         values: list[memoryview | None] = []
         reasons: list[Miss | None] = []
         for key, view in zip(ticket.keys, held, strict=True):
@@ -317,7 +381,7 @@ class HostStore(RemoteStore):
                 answer = self._ask(messages.pack_commit(part.number, crcs)) if self._mapping is state.mapping else None
             if answer is None:
                 break
-            done += messages.unpack_verdicts(answer)
+            done += [verdict is True for verdict in messages.unpack_verdicts(answer)]
         unanswered = ticket.items[len(done) :]
         ticket.unanswered = frozenset(key for key, _ in unanswered)
         done += [False] * len(unanswered)
@@ -354,7 +418,14 @@ class HostStore(RemoteStore):
         return left
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        return self._verdicts(Op.DELETE, self._check(keys))
+        keys = self._check(keys)
+        if not self._has_below:
+            return self._verdicts(Op.DELETE, keys)
+        done: list[bool | None] = []
+        for at, answer in enumerate(self._ask_below(Op.DELETE, keys, self._fetch_s)):
+            count = min(MOST_ITEMS, len(keys) - at * MOST_ITEMS)
+            done += [None] * count if answer is None else messages.unpack_verdicts(answer)
+        return done
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         sizes = self._mapping.reader.sizes(self._check(keys))
@@ -362,10 +433,12 @@ class HostStore(RemoteStore):
 
     @contextmanager
     def at_once(self) -> Iterator[bool]:
-        """Loads, lookups and leases ask nobody."""
-        yield True
+        """Loads, lookups and leases ask nobody, unless the owner has farther tiers."""
+        yield not self._has_below
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
+        if self._has_below and isinstance(ticket.state, list) and None in ticket.state:
+            return None
         return self.complete_load(ticket)
 
     def stats(self) -> dict[str, int | float]:
@@ -387,6 +460,8 @@ class HostStore(RemoteStore):
         with self._lock:
             self._closed = True
             self._drop()
+            if self._below is not None:
+                self._below.close()
             self._loads.clear()
             self._stores.clear()
 

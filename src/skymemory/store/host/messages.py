@@ -33,6 +33,13 @@ class Op(enum.IntEnum):
     EXPIRE = 7
     LEFT = 8
     STATS = 9
+    # On a connection of their own, since they may wait for farther tiers:
+    BELOW = 10
+    """Version: begins such a connection."""
+    LOOKUP = 11
+    SIZES = 12
+    FETCH = 13
+    """Copy what farther tiers have into the arena."""
 
 
 class Status(enum.IntEnum):
@@ -44,8 +51,9 @@ class Status(enum.IntEnum):
 
 
 HELLO = struct.Struct("<BIQ")
-WELCOME = struct.Struct("<Q16sQ")
-"""The client's number, the arena's instance, and the bytes of its values."""
+WELCOME = struct.Struct("<Q16sQB")
+"""The client's number, the arena's instance, the bytes of its values, and whether there are farther tiers."""
+BELOW = struct.Struct("<BI")
 _COUNT = struct.Struct("<I")
 _SECONDS = struct.Struct("<d")
 _NUMBER = struct.Struct("<Q")
@@ -103,21 +111,24 @@ def unpack_reserve(body: memoryview) -> tuple[list[tuple[bytes, int]], list[Plac
 
 
 def pack_reserved(number: int, offsets: Sequence[int | None]) -> bytes:
-    return _NUMBER.pack(number) + np.array([_REFUSED if o is None else o for o in offsets], "<u8").tobytes()
+    return _NUMBER.pack(number) + pack_sizes(offsets)
+
+
+def pack_sizes(sizes: Sequence[int | None]) -> bytes:
+    return np.array([_REFUSED if size is None else size for size in sizes], "<u8").tobytes()
+
+
+def unpack_sizes(body: memoryview) -> list[int | None]:
+    return [None if size == _REFUSED else size for size in np.frombuffer(body, "<u8").tolist()]
 
 
 def unpack_reserved(body: memoryview) -> tuple[int, list[int | None]]:
     (number,) = _NUMBER.unpack_from(body)
-    offsets = np.frombuffer(body, "<u8", offset=_NUMBER.size).tolist()
-    return number, [None if offset == _REFUSED else offset for offset in offsets]
+    return number, unpack_sizes(body[_NUMBER.size :])
 
 
 def pack_commit(number: int, crcs: Sequence[int | None]) -> bytes:
-    return (
-        bytes([Op.COMMIT])
-        + _NUMBER.pack(number)
-        + np.array([_REFUSED if c is None else c for c in crcs], "<u8").tobytes()
-    )
+    return bytes([Op.COMMIT]) + pack_reserved(number, crcs)
 
 
 def unpack_commit(body: memoryview) -> tuple[int, list[int | None]]:
@@ -141,5 +152,5 @@ def pack_verdicts(verdicts: Sequence[bool | None]) -> bytes:
     return bytes([2 if verdict is None else int(verdict) for verdict in verdicts])
 
 
-def unpack_verdicts(body: memoryview) -> list[bool]:
-    return [verdict == 1 for verdict in body]
+def unpack_verdicts(body: memoryview) -> list[bool | None]:
+    return [None if verdict == 2 else verdict == 1 for verdict in body]

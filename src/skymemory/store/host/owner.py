@@ -25,6 +25,7 @@ from skymemory.store.accounting import BudgetedStore, Inventory, size_of
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
+    Hierarchy,
     KeyReport,
     LoadReport,
     LoadTicket,
@@ -96,6 +97,7 @@ class ArenaStore(BudgetedStore):
             )
         inventory = Inventory(budget_bytes, int(budget_bytes * pin_fraction), policy)
         super().__init__(name, inventory, lease_s, clock, Counters())
+        self.below: Hierarchy | None = None
         self._keep = keep
         self._read_bytes_per_s = read_bytes_per_s
         self._arena = OwnedArena(folder, ArenaShape(budget_bytes))
@@ -414,8 +416,13 @@ class ArenaStore(BudgetedStore):
             client.reservations[number] = Reservation(ticket, granted, extents)
             return number, [None if extent is None else extent.offset for extent in extents]
 
-    def commit(self, client: Client, number: int, crcs: Sequence[int | None]) -> tuple[list[bytes], list[bool]]:
-        """Enter the values of a reservation, by the CRC-32 of each (None: not written). Return keys and results."""
+    def commit(
+        self, client: Client, number: int, crcs: Sequence[int | None]
+    ) -> tuple[list[bool], dict[bytes, Place | None]]:
+        """Enter the values of a reservation, by the CRC-32 of each (None: not written).
+
+        Return True for each that is stored, and the places of those.
+        """
         with self._open():
             reservation = client.reservations.get(number)
             if reservation is None:
@@ -437,9 +444,10 @@ class ArenaStore(BudgetedStore):
                     reservation.extents[at] = None
                 done.append(stored)
             self._end_reservation(client, number)
-            keys = [key for key, _ in reservation.ticket.items]
-            self._inventory.touch(keys)
-            return keys, done
+            ticket = reservation.ticket
+            self._inventory.touch([key for key, _ in ticket.items])
+            rows = zip(ticket.items, ticket.places, done, strict=True)
+            return done, {key: place for (key, _), place, stored in rows if stored}
 
     def _end_reservation(self, client: Client, number: int) -> None:
         reservation = client.reservations.pop(number)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import selectors
 import socket
 import threading
@@ -18,8 +19,10 @@ from typing import Any
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.forks import Owner
+from skymemory.kv.block import Place
+from skymemory.store.base import KeyLocks
 from skymemory.store.host import messages
-from skymemory.store.host.messages import HELLO, MAX_BYTES, VERSION, WELCOME, Malformed, Op, Status
+from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, VERSION, WELCOME, Malformed, Op, Status
 from skymemory.store.host.owner import ArenaStore, Client
 
 log = logging.getLogger("skymemory.store.host")
@@ -28,6 +31,9 @@ SOCKET = "socket"
 _CHECKED_AT_ONCE = 16
 """Values that are compared with their checksums before messages are looked at again."""
 _TICK_S = 1.0
+_END_S = 5.0
+_FETCH_S = 10.0
+"""How long a client waits for what another one fetches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,18 +51,29 @@ class ArenaServer:
         self._selector = selectors.DefaultSelector()
         self._unchecked: deque[bytes] = deque()
         """Keys of values that no one has compared with their checksums yet."""
+        self._stored: queue.SimpleQueue[dict[bytes, Place | None] | None] = queue.SimpleQueue()
+        """Values of clients that farther tiers lack."""
+        self._fetching = KeyLocks()
+        self._below: set[socket.socket] = set()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="host-arena", daemon=True)
         self._thread.start()
+        self._storing = threading.Thread(target=self._store_below, name="host-arena-below", daemon=True)
+        self._storing.start()
 
     def close(self) -> None:
         self._closing = True
         with suppress(OSError):
             self._wake.send(b"\0")
-        self._thread.join(5.0)
+        self._thread.join(_END_S)
+        self._stored.put(None)
+        self._storing.join(_END_S)
+        for sock in list(self._below):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def let_go(self) -> None:
         """Close a forked child's copies of the descriptors: clients see the owner's end by them."""
@@ -64,6 +81,8 @@ class ArenaServer:
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
         self._wake.close()
+        for sock in list(self._below):
+            sock.close()
 
     def _run(self) -> None:
         try:
@@ -79,7 +98,10 @@ class ArenaServer:
         except InvalidInput:  # the store was closed
             pass
         finally:
-            self.let_go()
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._selector.close()
+            self._wake.close()
 
     def _accept(self) -> None:
         try:
@@ -93,6 +115,9 @@ class ArenaServer:
     def _receive(self, connection: _Connection) -> None:
         try:
             data = connection.sock.recv(MAX_BYTES)
+            if data[:1] == bytes([Op.BELOW]) and connection.client is None:
+                self._begin_below(connection.sock, data)
+                return
             if data:
                 connection.sock.send(self._answer(connection, memoryview(data)))
                 return
@@ -106,6 +131,56 @@ class ArenaServer:
         connection.sock.close()
         if connection.client is not None:
             self._store.disconnect(connection.client)
+
+    def _store_below(self) -> None:
+        while (places := self._stored.get()) is not None:
+            below = self._store.below
+            if below is not None:
+                with suppress(InvalidInput):  # the hierarchy was closed
+                    below.on_nearest_stored(places)
+
+    def _begin_below(self, sock: socket.socket, message: bytes) -> None:
+        if len(message) != BELOW.size or BELOW.unpack(message)[1] != VERSION:
+            raise Malformed("BELOW of another release")
+        self._selector.unregister(sock)
+        sock.setblocking(True)
+        sock.send(bytes([Status.OK]))
+        self._below.add(sock)
+        threading.Thread(target=self._serve_below, args=(sock,), name="host-arena-below", daemon=True).start()
+
+    def _serve_below(self, sock: socket.socket) -> None:
+        """Answer a client's questions about farther tiers, until its end."""
+        try:
+            while data := sock.recv(MAX_BYTES):
+                try:
+                    sock.send(bytes([Status.OK]) + self._ask_below(data[0], memoryview(data)[1:]))
+                except InvalidInput as error:
+                    sock.send(bytes([Status.INVALID]) + str(error).encode())
+        except Malformed as error:
+            log.warning("a client is disconnected: %s", error)
+        except OSError:
+            pass
+        finally:
+            self._below.discard(sock)
+            sock.close()
+
+    def _ask_below(self, op: int, body: memoryview) -> bytes:
+        keys, below = messages.unpack_keys(body), self._store.below
+        if below is None:
+            raise InvalidInput("there are no farther tiers")
+        if op == Op.LOOKUP:
+            return bytes(presence.value for presence in below.lookup(keys))
+        if op == Op.SIZES:
+            return messages.pack_sizes(below.sizes(keys))
+        if op == Op.FETCH:
+            with self._fetching.exclusive(keys, _FETCH_S):  # what another client fetches is there afterwards
+                missing = [key for key, size in zip(keys, self._store.sizes(keys), strict=True) if size is None]
+                if missing:
+                    below.fill_nearest(missing)
+            return b""
+        if op == Op.DELETE:
+            return messages.pack_verdicts(below.delete(keys))
+        raise Malformed(f"operation {op}")
 
     def _answer(self, connection: _Connection, message: memoryview) -> bytes:
         try:
@@ -126,15 +201,17 @@ class ArenaServer:
                     f"this owner speaks version {VERSION}, the client {version}: use one release for both"
                 )
             connection.client = client = store.connect(number)
-            return WELCOME.pack(client.number, store.instance, store.arena_bytes)
+            return WELCOME.pack(client.number, store.instance, store.arena_bytes, store.below is not None)
         if client is None:
             raise Malformed("no HELLO at first")
         if op == Op.RESERVE:
             return messages.pack_reserved(*store.reserve(client, *messages.unpack_reserve(body)))
         if op == Op.COMMIT:
             number, crcs = messages.unpack_commit(body)
-            keys, done = store.commit(client, number, crcs)
-            self._unchecked.extend(key for key, stored in zip(keys, done, strict=True) if stored)
+            done, places = store.commit(client, number, crcs)
+            self._unchecked.extend(places)
+            if store.below is not None and places:
+                self._stored.put(places)
             return messages.pack_verdicts(done)
         if op == Op.TOUCH:
             store.touch(messages.unpack_keys(body))
