@@ -371,6 +371,7 @@ class FailurePolicy:
         if not self.doubted:
             return NONE
         clients = self._count_active_clients(now_s)
+        # A silent server is due for a probe: all others of its group are avoided, so that this request probes it.
         if not is_retry and (probed := self._get_server_to_probe(client, clients, now_s)) is not None:
             return {record.name for record in self._get_records(probed.group) if record is not probed}
         resting: dict[str, _ServerRecord] = {}
@@ -379,7 +380,7 @@ class FailurePolicy:
             if record.refused_until_s > now_s:
                 refused.add(name)
             elif record.is_ejected and not record.gets_requests:
-                continue
+                continue  # no request is sent there in any case
             elif record.evidence and (
                 record.probe is not None or record.is_ejected or now_s < record.evidence.rests_until_s(client, clients)
             ):
@@ -388,6 +389,8 @@ class FailurePolicy:
                 doubtful.add(name)
             elif record.is_ejected or (is_retry and record.evidence):
                 resting[name] = record
+        # Ejected servers get requests only if more are ejected than may be: then they are used. Likewise, no server of
+        # a group rests if more would be out than may be ejected. A retry avoids all of these.
         if resting and not is_retry:
             for group in {record.group for record in resting.values()}:
                 names = [name for name, record in resting.items() if record.group == group]
