@@ -381,6 +381,8 @@ class Conversation:
                 self._end_with(error_reply(Refused(NO_BYTES, "BUSY")))
                 return False
             self._booked_small_bytes += held_bytes
+            if self._is_fed:  # by sending replies for this room
+                return True
         idle = self._parser.idle
         if self._claim.held_bytes:
             self._claim.expect(self._read_bytes)
