@@ -135,6 +135,31 @@ def test_servers_to_avoid_are_left_out_where_others_are_up() -> None:
     assert backends.without({"a", "absent"}, {"b"}) == {"a"}
 
 
+def test_who_cannot_probe_the_silent_server_avoids_those_that_fail_and_no_more() -> None:
+    backends, _, _ = some("a", "b1", "b2")
+    policy, probe, good, refused = backends.policy, Attempts("x"), Attempts("y"), Attempts("y")
+    for client in ("x", "y"):
+        policy.on_request(client, 0.0)
+    policy.on_sent(probe, "a", 0.0, 0.0, FIRST_TOKEN)
+    policy.on_sent(good, "b2", 28.9, 0.0, FIRST_TOKEN)
+    policy.on_answer(good, "b2", 29.0)
+    policy.sweep(30.0)
+    policy.on_sent(refused, "b1", 31.5, 0.0, FIRST_TOKEN)
+    policy.on_fault(refused, "b1", Fault.REFUSED, 31.5)
+    avoid = backends.avoided("y", 31.6)
+    assert avoid == {"b1", "b2"} and backends.without({"a", "b1", "b2"}, avoid) == {"a"}, "it probes the silent one"
+    assert backends.without({"b1", "b2"}, avoid) == {"b2"}, "a model that the silent one does not serve"
+
+
+def test_servers_that_refuse_are_out_when_the_rests_of_others_are_counted() -> None:
+    backends, _, _ = some("a", "b", "c", "d")
+    for name, fault in (("a", Fault.BUSY), ("b", Fault.BUSY), ("c", Fault.REFUSED), ("d", Fault.REFUSED)):
+        attempts = Attempts("x")
+        backends.policy.on_sent(attempts, name, 0.0, 0.0, FIRST_TOKEN)
+        backends.policy.on_fault(attempts, name, fault, 0.0, *([20.0] if fault is Fault.BUSY else []))
+    assert backends.avoided("x", 0.1) == {"c", "d"}, "all four would leave nobody"
+
+
 def test_models_and_adapters_narrow_who_is_asked() -> None:
     backends, picker, _ = some("a", "b", "c")
     assert backends.able(asked("small"), (), 0) is None

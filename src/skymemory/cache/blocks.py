@@ -764,7 +764,9 @@ class Parts:
         sources: Sequence[BlockSource],
         seconds: dict[str, float] | None = None,
     ) -> Saved:
-        """Store the ``wanted`` blocks; the first part last, as lookups start with it."""
+        """Store the ``wanted`` blocks of each part; the first part last, as lookups start with it."""
+        # Otherwise a lookup could find blocks before their other parts are stored. The result counts the blocks of the
+        # first part and the bytes of all; ``seconds`` collects times by phase.
         saved = Saved()
         for number in reversed(range(len(self.parts))):
             blocks = self.parts[number].blocks

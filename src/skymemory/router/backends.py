@@ -16,7 +16,7 @@ from skymemory.conductor.pools import State
 from skymemory.conductor.request import Request
 from skymemory.router.failure.evidence import Attempts
 from skymemory.router.failure.faults import Fault
-from skymemory.router.failure.policy import NONE, FailureLimits, FailurePolicy, ServerDecision
+from skymemory.router.failure.policy import NONE, AvoidedForProbe, FailureLimits, FailurePolicy, ServerDecision
 from skymemory.router.settings import BOTH, PREFILL, Backend, Health
 
 log = logging.getLogger("skymemory.router")
@@ -256,7 +256,10 @@ class Backends:
         """Exclude ``avoid`` from each fleet that has another server up."""
         remaining = {name for name in names - avoid if name in self.known}
         fleets = {self.known[name].answers for name in remaining if self.known[name].server.takes_requests}
-        return remaining | {name for name in avoid & names if self.known[name].answers not in fleets}
+        kept: Set[str] = {name for name in avoid & names if self.known[name].answers not in fleets}
+        if kept and isinstance(avoid, AvoidedForProbe):  # the server to probe is not among ``names``, or is down
+            kept = self.without(kept, avoid.failing)
+        return remaining | kept
 
     def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
         """Return True if another server of the fleet of ``name`` is up, untried, and serves the request."""

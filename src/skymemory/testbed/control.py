@@ -400,17 +400,19 @@ class Survey:
         self, hosts: Mapping[str, Sequence[SatelliteId]], patience_s: float, most_s: float, round_trip_s: float = 0.0
     ) -> None:
         self._host_of = {satellite: host for host, satellites in hosts.items() for satellite in satellites}
+        # Hosts not given up, with their satellites that have not answered.
         self._open = {host: set(satellites) for host, satellites in hosts.items() if satellites}
         # Alternate between hosts, so that they answer in parallel.
         turns = chain.from_iterable(zip_longest(*hosts.values()))
         self._unasked = [satellite for satellite in turns if satellite is not None][::-1]
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
+        # Requests whose answer is not overdue yet (``WINDOW`` at most), with the time when it is.
         self._fresh: dict[SatelliteId, float] = {}
-        self._waits_s: dict[SatelliteId, float] = {}
-        self._overdue: dict[SatelliteId, float] = {}
-        self._began_s: dict[str, float] = {}
-        self._progress_s: dict[str, float] = {}
+        self._waits_s: dict[SatelliteId, float] = {}  # from the last request to the next, doubled each time
+        self._overdue: dict[SatelliteId, float] = {}  # times of the last requests, all to be repeated
+        self._began_s: dict[str, float] = {}  # times of the first requests
+        self._progress_s: dict[str, float] = {}  # times of last answers, first requests to satellites, or ``busy``
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -466,10 +468,13 @@ class Survey:
                 self._progress_s[host] = max(now_s, self._progress_s.get(host, now_s))
 
     def _expire(self, now_s: float) -> None:
+        """Mark requests without a timely answer as overdue, and give up silent hosts."""
         for satellite, until_s in list(self._fresh.items()):
             if until_s <= now_s:
                 del self._fresh[satellite]
-                self._overdue[satellite] = until_s - self._overdue_s
+                self._overdue[satellite] = until_s - self._overdue_s  # the time of the request
+        # A host is silent if all its satellites were asked and none has answered lately. Once it is given up, it is not
+        # open any more, and its satellites are not asked again.
         unasked = {self._host_of[satellite] for satellite in self._unasked}
         for host in list(self._open):
             silent = host not in unasked and now_s >= self._progress_s.get(host, now_s) + self._patience_s

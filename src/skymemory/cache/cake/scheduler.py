@@ -327,16 +327,18 @@ class BidirectionalLoader:
         return self._step, None
 
     def _is_computed_with_step(self, index: int, now_s: float) -> bool:
-        """Return True if the step that ends before this chunk should include it."""
+        """Return True if the step, which has reached this chunk, should compute it too: loading is not sooner."""
         if self._origin[index] is not None:
             return False
         if not self._loadable[index]:
             return True
-        if not self._computes:
+        if not self._computes:  # whatever can be loaded is only loaded
             return False
         compute_s, load_s = self._compute_s(index), self._load_s(index, now_s)
         if load_s is None and index in self._link:
-            return self._pace.part(0.0) >= 0.5  # it may arrive any moment: compute it only if that saves a step
+            # Its load is under way, at an unknown rate, and may end any moment. Computing it now pays only if a step
+            # of its own would cost half a full step or more, however few its tokens.
+            return self._pace.part(0.0) >= 0.5
         return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
 
     def _load_s(self, index: int, now_s: float) -> float | None:

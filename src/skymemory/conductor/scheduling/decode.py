@@ -32,7 +32,7 @@ class _Booked:
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests of a decode server; running sums make an estimate independent of the batch size."""
+    """Requests of a decode server, and sums over them, so that ``rank`` need not visit each."""
 
     booked: dict[_Booked, None] = field(default_factory=dict)
     joined: int = 0  # number of requests that decode
@@ -43,9 +43,11 @@ class _Batch:
 
     def add(self, booked: _Booked, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) a request in the sums."""
+        # ``booked`` is the caller's. A request that changes is subtracted before, and added after.
         if booked.joined:
             self.joined += sign
             self.joined_tokens += sign * booked.tokens
+            # 0 without requests, so that rounding errors do not last.
             self.joined_at_s = self.joined_at_s + sign * booked.joins_s if self.joined else 0.0
         else:
             self.promised += sign

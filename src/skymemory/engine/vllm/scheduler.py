@@ -738,12 +738,15 @@ class LoadRate:
         self._passed_over += 1
 
     def seconds(self, size_bytes: int) -> float | None:
+        """Estimate the time of a load; None before any."""
+        # The estimate is a line through the mean load, with a fixed part if loads of different sizes have shown it.
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        per_byte = mean_y / mean_x
+        per_byte = mean_y / mean_x  # the slope without a fixed part
         spread = self._xx / self._weight - mean_x * mean_x
         if spread > (_SPREAD * mean_x) ** 2:
             line = (self._xy / self._weight - mean_x * mean_y) / spread
-            per_byte *= min(max(line / per_byte, _LEAST_SLOPE), 1.0)  # else noise
+            per_byte *= min(max(line / per_byte, _LEAST_SLOPE), 1.0)  # a slope beyond these limits is noise
+        # Prompts passed over lower the estimate, until loading is tried, and so measured, again.
         return (mean_y + (size_bytes - mean_x) * per_byte) * _OPTIMISM**self._passed_over

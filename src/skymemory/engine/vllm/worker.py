@@ -270,6 +270,7 @@ class WorkerSide:
 
     def begin(self, plan: StepPlan) -> None:
         """Start the loads of this step and end those that it ends."""
+        # Until the mark, the loads' blocks may belong to other requests. The step's time counts from it.
         self._plan, self._began = plan, self._copiers[0].mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
@@ -278,6 +279,7 @@ class WorkerSide:
         for waiting in self._jobs:
             if isinstance(waiting, _WaitingJob) and waiting.load.request in plan.ends:
                 self._end_waiting(waiting, Miss.ABORTED)
+        # This step computes the blocks before a fence: backward loads must not write them any more.
         for request, fence in plan.fences.items():
             if (job := self._backward.get(request)) is not None:
                 job.raise_fence(fence)
@@ -361,8 +363,10 @@ class WorkerSide:
         return job
 
     def _run(self, job: _Job, computing_s: float | None) -> None:
+        # Load a job's values up to the first failure, then end the job. A piece is given up once loading it
+        # takes longer than computing the tokens (``computing_s``).
         reason: Miss | None = None
-        first = size_bytes = 0
+        first = size_bytes = 0  # values before the piece; bytes loaded
         try:
             for piece in job.load.pieces:
                 tally = LoadTally()
@@ -374,7 +378,7 @@ class WorkerSide:
                 if reason := next(iter(tally.failed), None):
                     break
                 first += len(piece.keys)
-        except _Closed:
+        except _Closed:  # ``_settle`` has given it up, or the worker closes
             reason = Miss.DEADLINE
         except TIER_FAILURES as error:
             _log.warning("a load of %d values failed: %s", job.load.values, error)

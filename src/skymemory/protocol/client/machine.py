@@ -130,13 +130,13 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End of an operation. ``body`` is a question's answer, ``info`` a value's."""
+    """End of an operation (``get``, ``put`` or ``ask``). A read value's bytes are in the ``out`` that ``get`` got."""
 
-    number: int
-    ok: bool
+    number: int  # as ``get``, ``put`` or ``ask`` returned it; 0 for the fast path
+    ok: bool  # False also if a value is not stored; ``report.failure`` is the reason
     report: TransferReport
-    body: bytes = b""
-    info: ValueInfo | None = None
+    body: bytes = b""  # the satellite's answer to ``ask``; empty for a transfer or a failure
+    info: ValueInfo | None = None  # description of the value read or written; None for ``ask``
 
 
 _PLAIN_CHUNKS = 128

@@ -61,6 +61,7 @@ class MigrateBurst:
     request_id: int
     destination: SatelliteId
     names: list[Leaving]
+    # An overdue burst of an earlier plan is not sent again: its chunks become strays. Answers to it still count.
     plan: int
     """Number of the plan, which each move increments."""
     sent_s: float

@@ -16,10 +16,10 @@ check can connect to. As a last resort, servers that refuse connections are trie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from skymemory.router.failure.evidence import REST_S, Attempts, Evidence, Failure
 from skymemory.router.failure.faults import RULES, Fault
@@ -129,6 +129,17 @@ class _ServerRecord:
         self.is_unhealthy = self.has_lost_cache = self.is_unreachable = self.is_refusing = self.is_ejected = False
         self.gets_requests = True  # False while it gets no requests at all
         self.why = ""  # reason of the last ejection or failed check
+
+
+class AvoidedForProbe(frozenset[str]):
+    """Servers to avoid so that a request probes a silent one; if it cannot, only ``failing`` are to be avoided."""
+
+    failing: Set[str]
+
+    def __new__(cls, names: Set[str], failing: Set[str]) -> Self:
+        avoided = super().__new__(cls, names)
+        avoided.failing = failing
+        return avoided
 
 
 class FailurePolicy:
@@ -364,22 +375,27 @@ class FailurePolicy:
 
     # -- decisions
 
-    def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
+    def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
         """Return the servers to avoid if others remain; ``is_retry``: all that failed lately, too."""
         if now_s >= self.next_sweep_s:
             self.sweep(now_s)
         if not self.doubted:
             return NONE
         clients = self._count_active_clients(now_s)
-        if not is_retry and (probed := self._get_server_to_probe(client, clients, now_s)) is not None:
-            return {record.name for record in self._get_records(probed.group) if record is not probed}
+        avoided = self._get_failing_servers(client, clients, now_s, is_retry)
+        if is_retry or (probed := self._get_server_to_probe(client, clients, now_s)) is None:
+            return avoided
+        others = {record.name for record in self._get_records(probed.group)}
+        return AvoidedForProbe((others | avoided) - {probed.name}, avoided)
+
+    def _get_failing_servers(self, client: str, clients: int, now_s: float, is_retry: bool) -> set[str]:
         resting: dict[str, _ServerRecord] = {}
         refused, doubtful = set(), set()
         for name, record in self.doubted.items():
             if record.refused_until_s > now_s:
                 refused.add(name)
             elif record.is_ejected and not record.gets_requests:
-                continue
+                continue  # no request is sent there in any case
             elif record.evidence and (
                 record.probe is not None or record.is_ejected or now_s < record.evidence.rests_until_s(client, clients)
             ):
@@ -388,10 +404,15 @@ class FailurePolicy:
                 doubtful.add(name)
             elif record.is_ejected or (is_retry and record.evidence):
                 resting[name] = record
+        # Ejected servers get requests only if more are ejected than may be: then they are used. Likewise, no server of
+        # a group rests if more would be out than may be ejected. A retry avoids all of these.
         if resting and not is_retry:
             for group in {record.group for record in resting.values()}:
                 names = [name for name, record in resting.items() if record.group == group]
-                out = sum(record.is_ejected and record.name not in resting for record in self._get_records(group))
+                out = sum(
+                    (record.is_ejected or record.name in refused) and record.name not in resting
+                    for record in self._get_records(group)
+                )
                 if len(names) + out > self._get_max_ejected(group):
                     for name in names:
                         del resting[name]

@@ -42,13 +42,13 @@ OUTCOMES = ("done", "called-off", "gone")
 
 @dataclass(slots=True)
 class _Pace:
-    """Figures of a server; ``seconds`` and ``tokens`` are this period's."""
+    """Figures of a server. ``seconds / tokens`` is this period's time between tokens."""
 
-    seconds: float = 0.0
-    tokens: int = 0
+    seconds: float = 0.0  # sum over its requests: gaps between events of streams, decoding times of unstreamed answers
+    tokens: int = 0  # tokens decoded in these seconds; an event counts as one
     tbt_s: float = 0.0  # seconds between tokens, when last measured
     decoding: int = 0  # requests that decode
-    is_steady: bool = False  # as many as a period ago
+    is_steady: bool = False  # True if ``decoding`` is as a period ago
     waiting: int = 0  # requests without room in its last report
     report_at_s: float = -math.inf
     kv_share: float = 0.0  # used part of its KV cache; above 1: requests wait

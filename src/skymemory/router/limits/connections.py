@@ -58,7 +58,7 @@ class Seat(Generic[Owner]):
 
 
 class _Queues(Generic[Owner]):
-    """Seats of one state: a queue per holder, with times of entry."""
+    """Seats of one state: a queue per holder (address), with times of entry."""
 
     __slots__ = ("_by_holder", "_shares")
 
@@ -67,6 +67,7 @@ class _Queues(Generic[Owner]):
         self._shares: Shares[Hashable] = Shares()
 
     def add(self, seat: Seat[Owner], now_s: float) -> None:
+        # The seat must not be in the queue: it would count twice.
         queue = self._by_holder.get(seat.holder)
         if queue is None:
             queue = self._by_holder[seat.holder] = {}
@@ -81,6 +82,7 @@ class _Queues(Generic[Owner]):
             del self._by_holder[seat.holder]
 
     def first(self) -> tuple[Seat[Owner], float] | None:
+        """Return the first seat of the holder with most seats, and its time of entry."""
         heaviest = self._shares.heaviest()
         return None if heaviest is None else next(iter(self._by_holder[heaviest].items()))
 

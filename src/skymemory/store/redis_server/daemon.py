@@ -381,6 +381,8 @@ class Conversation:
                 self._end_with(error_reply(Refused(NO_BYTES, "BUSY")))
                 return False
             self._booked_small_bytes += held_bytes
+            if self._is_fed:  # by sending replies for this room
+                return True
         idle = self._parser.idle
         if self._claim.held_bytes:
             self._claim.expect(self._read_bytes)
@@ -459,7 +461,10 @@ class Conversation:
         self._pace.begin()
 
     def _book(self, size_bytes: int) -> bool:
-        """Take budget; False without room. A holder does not wait for more."""
+        """Take budget for bytes of the request; False without room."""
+        # Collected requests are answered before a wait, so as not to hold budget during it. With commands queued for
+        # EXEC, which hold theirs, there is no wait; nothing is collected then (``run_key``). Earlier arguments of this
+        # request stay booked: if all holders wait, the budget refuses the largest.
         patience_s = 0.0 if self._collected is not None or self._queued_bytes else self._limits.stall_s
         granted = self._commands.budget.take(self._claim, size_bytes, patience_s)
         if not granted and self._collected is not None:
