@@ -8,6 +8,7 @@ import random
 import struct
 import tempfile
 import time
+import zlib
 from types import ModuleType
 
 import pytest
@@ -204,3 +205,35 @@ def test_no_reader_sees_a_torn_entry_or_another_value_while_the_owner_changes_al
 
     wrong, seen = in_child(read, change, limit_s=60)
     assert wrong == 0 and seen > 100
+
+
+def test_room_that_an_owner_before_gave_out_is_not_written_any_more() -> None:
+    memory, values = directory_of(), mmap.mmap(-1, VALUES_BYTES)
+    native.HostDirectory(memory)
+    fd, page = page_of()
+    reader = native.HostReader(memory, values, fd)
+    epoch = reader.epoch
+    assert reader.write(64, b"abc", epoch) == zlib.crc32(b"abc") and values[64:67] == b"abc"
+    successor = native.HostDirectory(memory)
+    assert reader.write(64, b"xyz", epoch) is None and values[64:67] == b"abc"
+    assert reader.write(64, bytes(20_000), epoch + 1) == zlib.crc32(bytes(20_000)) and reader.held == 0
+    assert successor.held([page]) == set()
+    with pytest.raises(ValueError, match="beyond the arena"):
+        reader.write(VALUES_BYTES - 1, b"ab", epoch + 1)
+
+
+def test_a_forked_childs_copy_of_a_view_ends_no_hold_of_the_parent() -> None:
+    memory = directory_of()
+    owner = native.HostDirectory(memory)
+    owner.put(KEYS[0], 128, 10, 0)
+    fd, page = page_of()
+    views = native.HostReader(memory, mmap.mmap(-1, VALUES_BYTES), fd).hold([KEYS[0]])
+
+    def drop() -> str:
+        views.clear()
+        return "dropped"
+
+    assert in_child(drop) == "dropped"
+    assert owner.held([page]) == {128} and len(views) == 1
+    views.clear()
+    assert owner.held([page]) == set()
