@@ -151,7 +151,9 @@ def test_with_cake(folder: Path, matrix: Matrix) -> None:
     how = {"engine": HALVES, "one_process": True, "one_by_one": True, "all": True}
     (expected,) = run(folder, [requests], None, **how)
     with Slow(1 << 30) as store, daemon(store, folder) as address:
-        store.delay_s = 0.05
+        store.delay_s = 0.02
         _, warm = run(folder, [requests, requests], transfer(address), **how)
         assert matrix.differing("Cake", warm, expected, requests) == []
-        assert warm["counts"]["cake_tokens"] > 128 * len(requests)
+        # A value at least for each prompt that may be loaded; the slower the computer, the more.
+        loaded = [one for one in requests if "prompt_logprobs" not in one["sampling"]]
+        assert warm["counts"]["cake_tokens"] >= 128 * len(loaded)
