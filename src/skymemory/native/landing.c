@@ -12,7 +12,7 @@ enum {
     ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: fields that the packets of one answer share */
     MOST_SLOTS = 64,
     MOST_PATIENCE_US = 60000000,
-    MOST_SPIN_US = 30,
+    MOST_SPIN_US = 150,
     SOON_US = 200, /* with the time that waking takes */
 };
 
@@ -163,7 +163,8 @@ static int64_t now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* How long an empty socket is polled before the thread sleeps. On a quiet machine waking it takes as long as an answer.
+/* How long an empty socket is polled before the thread sleeps: longer than a small answer takes, shorter than a turn that
+ * others wait for. Waking it takes as long as an answer on a quiet machine, and up to a tick (4 ms) on a busy one.
  * Where the last answer took long, others need the processor, and the thread sleeps at once. It never yields: since Linux
  * 6.17 who yields gets the processor back only after all others have had their turns. */
 static atomic_int spin_us = MOST_SPIN_US;
