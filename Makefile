@@ -224,7 +224,7 @@ flight-cfs: ## the satellite in C as an app of NASA's cFS, built outside this fo
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, newly drawn, about six minutes (ARGS="--inputs 200000 --seed 1")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-soak: $(VENV)/.installed-dev ## 30 days in virtual time, one to three hours (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload)
+soak: $(VENV)/.installed-dev ## 30 days in virtual time, one to three hours (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload; ARGS=--host: a host arena, two minutes)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 hostile: $(VENV)/.installed-dev ## who pays for a fault at the router: hostile clients and bad engines beside others, four minutes (ARGS="--only heads")

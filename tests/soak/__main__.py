@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.soak.host import HostSoak
 from tests.soak.overload import CAUSES, OverloadSoak
 from tests.soak.terms import Setting
 from tests.soak.virtual import VirtualSoak
@@ -30,6 +31,9 @@ def main() -> int:
     parser.add_argument(
         "--satellite", choices=["python", "c", "mixed"], default="python", help="with --real (default python)"
     )
+    parser.add_argument(
+        "--host", action="store_true", help="a host arena: 200 kills and stops of clients, 20 of owners"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -38,6 +42,8 @@ def main() -> int:
         from tests.flight.real import install
 
         install()
+    if options.host:
+        return _host(options.seed, options.json)
     if options.cause is not None:
         causes = sorted(CAUSES) if options.cause == "all" else [options.cause]
         return _overload(causes, options.runs, options.seed, options.json)
@@ -93,6 +99,16 @@ def _overload(causes: list[str], runs: int, seed: int, json_path: Path | None) -
             if json_path is not None:
                 json_path.write_text(json.dumps(outcomes) + "\n", "utf-8")
     return 0 if all(outcome["holds"] for outcome in outcomes) else 1
+
+
+def _host(seed: int, json_path: Path | None) -> int:
+    outcome = HostSoak(seed=seed).run(_report)
+    row = {**asdict(outcome), "holds": outcome.is_sound}
+    for name, value in row.items():
+        print(f"{name:32} {value}")
+    if json_path is not None:
+        json_path.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
+    return 0 if outcome.is_sound else 1
 
 
 def _report(line: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.contract.store_contract import key, value
+from tests.soak.host import HostSoak
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.store.host.client import HostStore
@@ -167,3 +168,11 @@ def test_by_their_addresses(folder: Path) -> None:
     with open_store(f"host://4MiB?at={folder}&keep=no") as owner, open_store(f"host://{folder}?name=near") as client:
         assert client.put_many([(key(1), value(1))]) == [True] and owner.get_many([key(1)]) == [value(1)]
         assert client.name == "near" and owner.name == "host"
+
+
+@pytest.mark.slow
+@pytest.mark.seeded
+@pytest.mark.timeout(300)
+def test_kills_and_stops_of_clients_and_owners_cost_no_byte() -> None:
+    outcome = HostSoak(faults=60, owners=8, seed=3).run()
+    assert outcome.is_sound, outcome
