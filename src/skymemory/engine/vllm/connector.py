@@ -49,7 +49,7 @@ from skymemory.testbed.open_store import open_store
 
 _log = logging.getLogger("vllm.skymemory")  # vLLM shows lines of its own loggers only
 # Kinds of a store by vLLM's words; others are "external_unspecified".
-_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+_SOURCES = {"memory": CacheHitSource.HOST, "host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
