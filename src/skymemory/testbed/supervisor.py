@@ -184,13 +184,13 @@ def start(
 def revive(
     directory: RunDirectory,
     gate: SignalGate | None = None,
-    attached_children: list[Child] | None = None,
-    wrong: Collection[str] = (),
+    attached_children: list[Child] | None = None,  # gets the children, which end with this process; None: they stay
+    wrong: Collection[str] = (),  # names of running hosts to restart: for example, their clocks are wrong
 ) -> list[str]:
-    """Restart this computer's dead and ``wrong`` hosts, all or none; return their names when they listen.
-
-    They start empty, and learn moves from neighbours. Children stay attached, in ``attached_children`` if given.
+    """Restart this computer's dead and ``wrong`` hosts, all or none; return their names when all listen. They start
+    empty, and learn moves from neighbours.
     """
+    # ``wrong`` hosts are ended first. If a host then does not start, these and all started hosts are left ended.
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
         states = inspect(directory)

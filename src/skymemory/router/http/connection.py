@@ -395,7 +395,7 @@ class HttpConnection(asyncio.Protocol):
         return unparsed
 
     def _parse_slice(self, data: bytes | memoryview) -> bytes | None:
-        """Parse a slice. Return bytes to parse again after a declined upgrade."""
+        """Return bytes to parse again after a declined upgrade."""
         before = self._incomplete_request
         self._slice_has_message_end = before is not None
         self._parsed_chunks = 0
