@@ -25,12 +25,14 @@ from skymemory.testbed.run_directory import RunDirectory, check_ports, free_port
 from skymemory.testbed.supervisor import SignalGate
 
 STAND_IN = """
-import json, os, socket, sys, time
+import json, os, signal, socket, sys, time
 fd, pid_file, behaviour = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 stat = open("/proc/self/stat").read().rpartition(")")[2].split()
 boot = open("/proc/sys/kernel/random/boot_id").read().strip()
 json.dump({"pid": os.getpid(), "start": f"{boot}/{stat[19]}"}, open(pid_file, "w"))
 line = socket.socket(fileno=fd)
+if behaviour == "tidies up":
+    signal.signal(signal.SIGTERM, lambda *_: (os.unlink(pid_file), os._exit(0)))
 if behaviour == "fails":
     sys.exit("cannot bind: the sky is full")
 if behaviour == "hangs":
@@ -188,6 +190,23 @@ def test_a_dead_host_is_named_and_down_still_cleans(
         supervisor.start(directory, plan)
     assert supervisor.stop(directory) == (2, 0)
     assert _gone(directory)
+
+
+def test_hosts_that_could_not_be_revived_are_still_known_as_this_computers(
+    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+) -> None:
+    """Without a record, a host with an address counts as another computer's, and is not started again."""
+    supervisor.start(directory, plan)
+    for host in ("host-0", "host-1"):
+        os.kill(directory.living()[host].pid, signal.SIGKILL)
+    assert _eventually(lambda: len(directory.living()) == 1)
+    behave |= {"host-0": "tidies up", "host-1": "fails"}
+    with pytest.raises(ConstellationError, match=r"host-1 did not start .* all that were started were stopped"):
+        supervisor.revive(directory)
+    assert [state.state for state in supervisor.inspect(directory)] == ["dead", "dead", "running"]
+    assert all(directory.pid_path(f"host-{number}").exists() for number in range(3))
+    behave.clear()
+    assert supervisor.revive(directory) == ["host-0", "host-1"]
 
 
 def test_what_a_crash_left_behind_is_swept_by_the_next_up(

@@ -52,6 +52,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
+    """Result of ``examine`` or ``examine_vllm``: if the cache works in a user's set-up, or what is wrong."""
+
     findings: tuple[Finding, ...]
     context: dict[str, str | int | bool]
     """``CacheContext.describe``: what two computers must agree on to share blocks."""

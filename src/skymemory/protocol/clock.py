@@ -436,10 +436,11 @@ class FollowedClock:
             self.moves(now_s)
 
     def nearby(self, now_s: float) -> list[Moves]:
-        """Return counts at which a chunk may have been left or be expected already."""
+        """Return the moves at which to look for a chunk, the current first, since clocks differ."""
         r, p = self.moves(now_s)
         base = self._own_clock.moves(now_s)
         reported = [(base[0] + slots, base[1] + planes) for (slots, planes), _ in reversed(self._reports.values())]
+        # A chunk may have been left at an earlier count, or be expected already where a clock is ahead.
         return list(
             dict.fromkeys([(r, p), *self._earlier_moves, *reported, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)])
         )

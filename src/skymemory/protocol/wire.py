@@ -243,16 +243,15 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """Server of a chunk, and the box's moves when it was set, which determine its satellite; ``strategy`` is a wire
-    code.
-    """
+    """Placement of a chunk when it was set. With the box's moves until now it determines the chunk's satellite."""
 
-    strategy: int
-    servers: int
-    server: int
+    strategy: int  # wire code of the layout of servers in the box
+    servers: int  # number of servers among which the value's chunks are divided
+    server: int  # 0-based: the chunk's index modulo ``servers``
+    # Moves of the box when the chunk was set. The box is a rectangle of satellites around the satellite overhead.
     slot_moves: int
     plane_moves: int
-    replica: int = 0
+    replica: int = 0  # number of the copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
         return port_error
     tail = directory.log_tail(child.host.name)
     log = f"; its log ends with:\n{tail}" if tail else "; its log is empty"
-    return ConstellationError(f"{child.host.name} did not start ({words}); all hosts were stopped{log}")
+    return ConstellationError(f"{child.host.name} did not start ({words}); all that were started were stopped{log}")
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
@@ -130,7 +130,7 @@ def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunD
                 progress_s = now_s if demand.busy().intersection(late) else progress_s
             if late and now_s > min(progress_s + START_PATIENCE_S, started_s + MOST_START_S):
                 raise ConstellationError(
-                    f"{', '.join(late)} not ready after {now_s - started_s:.0f} s: all hosts were stopped"
+                    f"{', '.join(late)} not ready after {now_s - started_s:.0f} s: all that were started were stopped"
                 )
 
 
@@ -184,22 +184,25 @@ def start(
 def revive(
     directory: RunDirectory,
     gate: SignalGate | None = None,
-    attached_children: list[Child] | None = None,
-    wrong: Collection[str] = (),
+    attached_children: list[Child] | None = None,  # gets the children, which end with this process; None: they stay
+    wrong: Collection[str] = (),  # names of running hosts to restart: for example, their clocks are wrong
 ) -> list[str]:
-    """Restart this computer's dead and ``wrong`` hosts, all or none; return their names when they listen.
-
-    They start empty, and learn moves from neighbours. Children stay attached, in ``attached_children`` if given.
+    """Restart this computer's dead and ``wrong`` hosts, all or none; return their names when all listen. They start
+    empty, and learn moves from neighbours.
     """
+    # ``wrong`` hosts are ended first. If a host then does not start, these and all started hosts are left ended.
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
         states = inspect(directory)
         wrong_hosts = [state.name for state in states if state.state == "running" and state.name in wrong]
+        paths = [directory.pid_path(state.name) for state in states]
+        records = {path: path.read_bytes() for path in paths if path.exists()}
         living = directory.living()
         end_processes([living[name] for name in wrong_hosts if name in living])
         dead = [plan.host_named(state.name) for state in states if state.state == "dead" or state.name in wrong_hosts]
         children: list[Child] = []
         with ExitStack() as undo:
+            undo.callback(_restore_records, records)
             undo.callback(end_children, children)
             for host in dead:
                 gate.check()
@@ -213,6 +216,13 @@ def revive(
                 attached_children.extend(children)
             undo.pop_all()
     return [host.name for host in dead]
+
+
+def _restore_records(records: Mapping[Path, bytes]) -> None:
+    """Write the records of ended hosts again: without one, a host with an address counts as another computer's."""
+    for path, content in records.items():
+        if not path.exists():
+            path.write_bytes(content)
 
 
 def start_on_free_ports(

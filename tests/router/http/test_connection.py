@@ -268,6 +268,12 @@ def test_who_waits_to_be_asked_on_is_asked_when_it_is_its_turn(run: Run) -> None
     with connected(running) as raw:
         raw.sendall(POST + b"Expect: the-best\r\n" + LENGTH + b"\r\n" + BODY)
         assert raw.recv(1000).startswith(b"HTTP/1.1 417")
+    for expected in (b"100-continue", b"the-best"):
+        with connected(running) as raw:  # HTTP/1.0 knows neither
+            raw.sendall(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Expect: " + expected + b"\r\n" + LENGTH + b"\r\n")
+            time.sleep(0.1)
+            raw.sendall(BODY)
+            assert all_of(raw).startswith(b"HTTP/1.1 200")
 
 
 def test_who_sends_on_sees_why_it_was_refused(run: Run) -> None:

@@ -392,7 +392,7 @@ def _status(directory: Path, *, as_json: bool) -> int:
 
 
 def _ask_roles(state: ClusterState) -> None:
-    """Update the instances' roles from the router, if it answers."""
+    """Update the instances' roles from the router."""
     import urllib.error
     import urllib.request
 

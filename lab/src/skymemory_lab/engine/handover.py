@@ -140,7 +140,7 @@ class BlockSaver:
             self._cache.release(ticket)
 
     def _save(self, offer: _Offer) -> int:
-        """Save the offer; return the leading blocks stored."""
+        """Return the leading blocks stored."""
         total = len(offer.chains[0])
         for start in range(offer.first, total, self._at_once):
             stop = min(total, start + self._at_once)

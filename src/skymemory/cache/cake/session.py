@@ -296,7 +296,6 @@ class LoadingSession:
                 return
 
     def _give_up(self, fetch: TimedFetch) -> None:
-        """Give up a late fetch: its chunk is computed."""
         fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)

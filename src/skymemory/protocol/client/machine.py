@@ -800,7 +800,6 @@ class ClientMachine:
         self._receive_answer(request, header, packet.body, now_s)
 
     def _receive_answer(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
-        """Act on an answer to an open request."""
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
             self._end_operation(operation, Miss.REFUSED, now_s)

@@ -46,27 +46,28 @@ assert _CHECK.size == KEY_BYTES + SETTING_BYTES + 12
 
 
 class Check(NamedTuple):
-    """Question to a satellite: does it hold all chunks of a value's server ``server`` (0-based)? ``setting`` identifies
-    the write of the value.
-    """
+    """Question to a satellite: does it hold all chunks of a server of a value?"""
 
     key: bytes
-    setting: bytes
-    servers: int
-    server: int
-    chunks: int
-    length_bytes: int
+    setting: bytes  # identity of the write of the value: chunks of other writes of the key do not count
+    servers: int  # number of servers; to ask about a single chunk, number of chunks
+    server: int  # 0-based: chunk ``i`` belongs to server ``i % servers``
+    chunks: int  # number of chunks of the whole value
+    length_bytes: int  # length of a chunk, by which the satellite estimates if it has room for missing chunks
 
     @classmethod
     def of(cls, packed: bytes, server: int) -> Check:
+        # ``packed``: reference of any chunk of the value.
         ref = ChunkRef.unpack(packed)
         return cls(ref.key, setting_of(packed), ref.tag.servers, server, ref.chunks, ref.length_bytes)
 
     @property
     def expected(self) -> int:
+        # Return the number of chunks of the server.
         return -(-(self.chunks - self.server) // self.servers)
 
     def held_in(self, share: Share) -> list[int]:
+        # Return the indices of the server's chunks that are in the share.
         return [
             index
             for index, (ref, _) in share.items()

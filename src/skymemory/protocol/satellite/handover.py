@@ -350,12 +350,15 @@ class ChunkHandover:
         )
 
     def retry_unanswered(self, now_s: float) -> None:
-        """Restart back-offs: the own host is on time again or a link came up."""
+        """Make strays due whose destination was silent, and end their back-offs: the own host is on time again, or a
+        link came up.
+        """
+        # While the throttle is closed, the retry waits: ``strays_due`` calls this again.
         self._retry_waits = bool(self._unanswered) and not self._retry_throttle.is_open(now_s)
         if self._retry_waits or not self._unanswered:
             return
         self._retry_throttle.done(now_s)
-        for name, case in self._unanswered.items():
+        for name, case in self._unanswered.items():  # a chunk; its destination and key, which have one back-off
             self._backoffs.pop(case, None)
             if name in self._stray_due_s:
                 self._stray_due_s[name] = now_s

@@ -395,7 +395,7 @@ class HttpConnection(asyncio.Protocol):
         return unparsed
 
     def _parse_slice(self, data: bytes | memoryview) -> bytes | None:
-        """Parse a slice. Return bytes to parse again after a declined upgrade."""
+        """Return bytes to parse again after a declined upgrade."""
         before = self._incomplete_request
         self._slice_has_message_end = before is not None
         self._parsed_chunks = 0
@@ -478,7 +478,7 @@ class HttpConnection(asyncio.Protocol):
             request.holder = request.tenant.name
         if refusal is not None:
             self._refuse_incomplete_request(refusal)
-        elif headers.first.get(b"expect"):
+        elif headers.first.get(b"expect") and request.version != "1.0":
             request.expects_continue = True
             if self._current_request is None:
                 self._send_continue(request)
@@ -960,7 +960,8 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     if is_absolute and hosts:
         first[b"host"] = host.encode("ascii")  # the target's host counts (RFC 9112, section 3.2.2)
     expected = first.get(b"expect")
-    if expected and expected.lower() != b"100-continue":
+    # HTTP/1.0 has no expectations: they are ignored (RFC 9110, section 10.1.1).
+    if expected and expected.lower() != b"100-continue" and request.version != "1.0":
         return ApiError(417, f"Expect: {expected[:100].decode('latin-1')!r} is not supported; 100-continue is")
     length = first.get(b"content-length")
     if length:

@@ -253,12 +253,13 @@ class Exchange(Attempts):
         self._reading = asyncio.get_running_loop().create_task(self._read_and_start(packed))
 
     async def _read_and_start(self, packed: bytes) -> None:
+        """Join and decompress the body and read its prompt, in threads, then start the request."""
         request, incoming = None, self.incoming
         most_bytes = self._shared.settings.limits.max_body_bytes
         try:
             if incoming.is_in_pieces:
                 incoming.set_body(await self._in_thread(incoming.joined, incoming.body_bytes))
-            if packed:
+            if packed:  # the body's Content-Encoding; empty: it is not compressed
                 unpacked_bytes = min(most_bytes, MOST_EXPANSION * len(incoming.body))
                 unpack = partial(unpacked, incoming.body, packed, most_bytes)
                 incoming.connection.replace_body(incoming, await self._in_thread(unpack, unpacked_bytes))

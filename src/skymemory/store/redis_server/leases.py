@@ -13,6 +13,12 @@ LEASE_S = 30.0
 _MAX_LEASES = 1 << 16
 
 
+class Beginning:
+    """Leases of a key that are being begun. A write of the key replaces it by another, so that they are dropped."""
+
+    calls = 0
+
+
 class Leases:
     """Leases of all clients, as started loads or held values. Thread-safe."""
 
@@ -30,7 +36,7 @@ class Leases:
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
         # Keys being leased, with the mark of their last ``begin``; a write removes it.
-        self._beginning: dict[bytes, object] = {}
+        self._beginning: dict[bytes, Beginning] = {}
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
@@ -55,7 +61,9 @@ class Leases:
                 return True
             if lease is None and len(self._leases) >= _MAX_LEASES:
                 return False
-            mark = self._beginning[key] = object()
+            # Calls that begin a lease of a key at the same time share a mark, so that none undoes another's lease.
+            mark = self._beginning.setdefault(key, Beginning())
+            mark.calls += 1
         ticket = self._store.prepare_load([key])
         lease = Lease(ends_s, ticket)
         added = False
@@ -70,12 +78,13 @@ class Leases:
             return added
         finally:
             with self._lock:
-                if self._beginning.get(key) is mark:
+                mark.calls -= 1
+                if not mark.calls and self._beginning.get(key) is mark:
                     del self._beginning[key]
             if not added:
                 self._store.release(ticket)
 
-    def _add(self, key: bytes, lease: Lease, mark: object) -> bool:
+    def _add(self, key: bytes, lease: Lease, mark: Beginning) -> bool:
         """Keep a new lease; False without room, or if the key was written meanwhile."""
         size_bytes = 0 if lease.value is None else lease.value.nbytes
         with self._lock:

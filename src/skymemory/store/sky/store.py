@@ -521,14 +521,16 @@ class ConstellationStore(RemoteStore):
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate without asking satellites: a round trip, and the bytes at the recent rate. Unknown keys count as
-        present.
+        """Estimate the seconds: a round trip and the bytes at the recent rate; infinite if a key is known to be
+        absent.
         """
+        # No satellite is asked. Keys that the index lacks (without an index, all) count as present, of typical size.
         keys = self._check(keys)
         farthest_s = self._driver.machine.config.expected_rtt_s
         if self._catalog.absent(keys):
             return math.inf
         infos = self._catalog.known(keys) if self._catalog.index is not None else {}
+        # The round trip is to the farthest satellite; with ``fan_out``, values on few servers are nearer.
         boxes_s = self.settings.fan_out.round_trips_s if self.settings.fan_out is not None else {}
         rtts_s = (boxes_s.get(infos[key].servers, farthest_s) if key in infos else farthest_s for key in keys)
         rtt_s = max(rtts_s, default=farthest_s)

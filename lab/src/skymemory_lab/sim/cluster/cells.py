@@ -40,7 +40,7 @@ Options = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, slots=True)
 class ClusterCell:
-    """A picklable run. Requests are simulated between ``begin_part`` and ``until_part`` of the arrival time."""
+    """Picklable description of a simulated run: requests, cluster, scheduler and admission rule."""
 
     source: RequestSource
     setup: ClusterSetup = field(default_factory=ClusterSetup)
@@ -48,12 +48,13 @@ class ClusterCell:
     scheduler_options: Options = ()
     admission: str = "all"
     admission_options: Options = ()
+    # Parts of the arrival time, 0 to 1. Requests from ``begin_part`` to ``until_part`` are simulated, and those from
+    # ``from_part`` on are measured: earlier requests fill caches and queues.
     begin_part: float = 0.0
     from_part: float = 0.0
-    """Part from which requests are measured."""
     until_part: float = 1.0
-    tbt_rule: TbtRule = "mean"
-    curves: bool = False
+    tbt_rule: TbtRule = "mean"  # whether a request's mean or longest time between tokens must meet the objective
+    curves: bool = False  # True: the answer also has the prefill and decode loads over time
 
     @property
     def slo(self) -> Slo:

@@ -223,7 +223,7 @@ class Http2:
         return len(buffer) > self._at
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
-        """Process a frame; return the units of work."""
+        """Return the units of work."""
         if self._unfinished is not None and kind != CONTINUATION:
             raise Http2Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
