@@ -365,7 +365,7 @@ class Scene:
         for name, make in {
             "put": lambda: (bytes(32), 64, 50, 7),
             "take": lambda: (bytes(32),),
-            "set_checked": lambda: (bytes(32), 0),
+            "mark": lambda: (bytes(32), 0, 1 << 32, True),
             "entries": tuple,
             "held": lambda: ([page(), page()],),
             "uses": lambda: (page(), 0),
@@ -376,6 +376,7 @@ class Scene:
             "sizes": lambda: ([bytes(32), b"\1" * 32],),
             "prefix": lambda: ([bytes(32), b"\1" * 32],),
             "write": lambda: (4096, bytearray(20_000), 1),
+            "renew": tuple,
             "let_go": tuple,
         }.items():
             method("HostReader", name, make, lambda reader: None)

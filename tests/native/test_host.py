@@ -19,12 +19,12 @@ from tests.contract.forked import in_child
 
 from skymemory import native
 from skymemory.store.host.extents import Extents, rounded
+from skymemory.store.host.layout import CHECKED, EXPIRES
 
 if native._fast is None:
     pytest.skip("the compiled helper was not built", allow_module_level=True)
 
 ENTRIES, BUCKETS, VALUES_BYTES = 8, 32, 1 << 16
-CHECKED = 1 << 32
 KEYS = [bytes([number]) * 32 for number in range(12)]
 
 
@@ -75,12 +75,17 @@ class DirectoryMachine(RuleBasedStateMachine):
     def take(self, key: bytes) -> None:
         assert self.directory.take(key) == (self.twin.pop(key, None) is not None)
 
-    @rule(key=st.sampled_from(KEYS), shift=st.sampled_from([0, 64]))
-    def set_checked(self, key: bytes, shift: int) -> None:
+    @rule(
+        key=st.sampled_from(KEYS),
+        shift=st.sampled_from([0, 64]),
+        flag=st.sampled_from([CHECKED, EXPIRES]),
+        on=st.booleans(),
+    )
+    def mark(self, key: bytes, shift: int, flag: int, on: bool) -> None:
         offset, size, check = self.twin.get(key, (0, 0, 0))
-        assert self.directory.set_checked(key, offset + shift) == (key in self.twin and not shift)
+        assert self.directory.mark(key, offset + shift, flag, on) == (key in self.twin and not shift)
         if key in self.twin and not shift:
-            self.twin[key] = (offset, size, check | CHECKED)
+            self.twin[key] = (offset, size, check | flag if on else check & ~flag)
 
     @rule()
     def restart(self) -> None:
@@ -212,14 +217,17 @@ def test_room_that_an_owner_before_gave_out_is_not_written_any_more() -> None:
     native.HostDirectory(memory)
     fd, page = page_of()
     reader = native.HostReader(memory, values, fd)
-    epoch = reader.epoch
-    assert reader.write(64, b"abc", epoch) == zlib.crc32(b"abc") and values[64:67] == b"abc"
+    grant = reader.grant
+    assert reader.write(64, b"abc", grant) == zlib.crc32(b"abc") and values[64:67] == b"abc"
+    reader.renew()
+    assert reader.write(64, b"xyz", grant) is None and values[64:67] == b"abc", "another connection"
+    grant = reader.grant
     successor = native.HostDirectory(memory)
-    assert reader.write(64, b"xyz", epoch) is None and values[64:67] == b"abc"
-    assert reader.write(64, bytes(20_000), epoch + 1) == zlib.crc32(bytes(20_000)) and reader.held == 0
+    assert reader.write(64, b"xyz", grant) is None and values[64:67] == b"abc", "another owner"
+    assert reader.write(64, bytes(20_000), reader.grant) == zlib.crc32(bytes(20_000)) and reader.held == 0
     assert successor.held([page]) == set()
     with pytest.raises(ValueError, match="beyond the arena"):
-        reader.write(VALUES_BYTES - 1, b"ab", epoch + 1)
+        reader.write(VALUES_BYTES - 1, b"ab", reader.grant)
 
 
 def test_a_forked_childs_copy_of_a_view_ends_no_hold_of_the_parent() -> None:

@@ -10,13 +10,14 @@ enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64 };
 #define HOST_MAGIC UINT64_C(0x3154534F48594B53)      /* "SKYHOST1" */
 #define HOST_PAGE_MAGIC UINT64_C(0x31454741504B5348) /* "HSKPAGE1" */
 #define HOST_CHECKED (UINT64_C(1) << 32)
+#define HOST_EXPIRES (UINT64_C(1) << 33)
 
 /* One value, a cache line. An odd version: it is being written. A version never returns. */
 typedef struct {
     uint64_t version;
     uint64_t key[HOST_KEY_WORDS];
     uint64_t offset, bytes;
-    uint64_t check; /* its CRC-32, and HOST_CHECKED once the owner has compared it with the bytes */
+    uint64_t check; /* its CRC-32; HOST_CHECKED: the owner has compared it; HOST_EXPIRES: the owner knows until when */
 } HostEntry;
 
 typedef struct {

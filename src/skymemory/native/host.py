@@ -22,15 +22,15 @@ class HostDirectory:
     def __init__(self, directory: mmap) -> None: ...
 
     def put(self, key: bytes, offset: int, size_bytes: int, check: int) -> bool:
-        """Enter a value, or replace it. False: all entries are taken. ``check``: its CRC-32, plus 2^32 if compared."""
+        """Enter a value, or replace it. False: all entries are taken. ``check``: its CRC-32 and flags."""
         raise NotImplementedError
 
     def take(self, key: bytes) -> bool:
         """Remove a value. False: it was not there."""
         raise NotImplementedError
 
-    def set_checked(self, key: bytes, offset: int) -> bool:
-        """Tell readers that the value at ``offset`` was compared with its checksum. False: it is another one now."""
+    def mark(self, key: bytes, offset: int, flag: int, on: bool) -> bool:
+        """Set or clear a flag (``store.host.layout``) of the value at ``offset``. False: it is another one now."""
         raise NotImplementedError
 
     def entries(self) -> list[tuple[bytes, int, int, int]]:
@@ -72,6 +72,8 @@ class HostReader:
 
     epoch: int
     """Number of owners that the arena has had."""
+    grant: int
+    """What room is given out under: it is void once this is another."""
     held: int
     """Number of values that are held."""
 
@@ -89,10 +91,14 @@ class HostReader:
         """Return the number of leading keys that are present."""
         raise NotImplementedError
 
-    def write(self, offset: int, value: Buffer, epoch: int) -> int | None:
-        """Copy a value into room that the owner of this epoch gave out; return its CRC-32. None: there is another owner
-        now, and nothing was written; or too many values are held.
+    def write(self, offset: int, value: Buffer, grant: int) -> int | None:
+        """Copy a value into room that was given out under ``grant``; return its CRC-32. None, nothing is written: the
+        room is void, or too many values are held.
         """
+        raise NotImplementedError
+
+    def renew(self) -> None:
+        """Make all room void that was given out before."""
         raise NotImplementedError
 
     def let_go(self) -> None:

@@ -102,18 +102,20 @@ static PyObject *take(PyObject *object, PyObject *given)
     Py_RETURN_TRUE;
 }
 
-static PyObject *set_checked(PyObject *object, PyObject *args)
+static PyObject *mark(PyObject *object, PyObject *args)
 {
     Directory *self = (Directory *)object;
     PyObject *given;
-    unsigned long long offset;
+    unsigned long long offset, flag;
+    int on;
     uint64_t key[HOST_KEY_WORDS];
     HostFound found;
-    if (!PyArg_ParseTuple(args, "SK:set_checked", &given, &offset) || !sky_host_key(given, key))
+    if (!PyArg_ParseTuple(args, "SKKp:mark", &given, &offset, &flag, &on) || !sky_host_key(given, key))
         return NULL;
     if (sky_host_find(&self->map, key, &found) != 1 || found.offset != offset)
         Py_RETURN_FALSE;
-    HOST_STORE(found.entry->check, found.check | HOST_CHECKED);
+    flag &= HOST_CHECKED | HOST_EXPIRES;
+    HOST_STORE(found.entry->check, on ? found.check | flag : found.check & ~flag);
     Py_RETURN_TRUE;
 }
 
@@ -267,7 +269,7 @@ static PyObject *uses(PyObject *object, PyObject *args)
 static PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, "put(key, offset, size_bytes, check) -> bool"},
     {"take", take, METH_O, "take(key) -> bool"},
-    {"set_checked", set_checked, METH_VARARGS, "set_checked(key, offset) -> bool"},
+    {"mark", mark, METH_VARARGS, "mark(key, offset, flag, on) -> bool"},
     {"entries", entries, METH_NOARGS, "entries() -> list of (key, offset, size_bytes, check)"},
     {"held", held, METH_O, "held(pages) -> set of offsets"},
     {"uses", uses, METH_VARARGS, "uses(page, since) -> (count, list of offsets)"},

@@ -18,6 +18,7 @@ typedef struct {
     HostPage *head;
     size_t page_bytes;
     int page_fd; /* its lock says that this process lives */
+    uint64_t connections; /* room that was given out over an earlier one is void */
     uint64_t *holds, *uses;
     uint32_t *free_holds;
     uint64_t hold_count, use_count, free_count;
@@ -220,21 +221,28 @@ static uint32_t copied(uint8_t *to, const uint8_t *from, size_t size)
     return crc;
 }
 
-/* Room that was given out by the owner of an epoch is held while it is written: the next owner then sees that. */
-static int claim(Reader *self, int64_t hold, uint64_t offset, uint64_t epoch)
+static uint64_t grant(Reader *self)
+{
+    return __atomic_load_n(&self->map.head->epoch, __ATOMIC_SEQ_CST) << 32 |
+           __atomic_load_n(&self->connections, __ATOMIC_SEQ_CST);
+}
+
+/* Room is held while it is written. Who gives it to others begins with a new epoch or connection and then reads the holds;
+ * who writes holds it and then looks whether both are what they were: one of them sees the other. */
+static int claim(Reader *self, int64_t hold, uint64_t offset, uint64_t granted)
 {
     __atomic_store_n(&self->holds[hold], offset + 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    return __atomic_load_n(&self->map.head->epoch, __ATOMIC_SEQ_CST) == epoch;
+    return grant(self) == granted;
 }
 
 static PyObject *write_value(PyObject *object, PyObject *args)
 {
     Reader *self = (Reader *)object;
-    unsigned long long offset, epoch;
+    unsigned long long offset, granted;
     Py_buffer value;
     uint32_t crc = 0;
-    if (!PyArg_ParseTuple(args, "Ky*K:write", &offset, &value, &epoch))
+    if (!PyArg_ParseTuple(args, "Ky*K:write", &offset, &value, &granted))
         return NULL;
     if (self->values.readonly || offset > (uint64_t)self->values.len || (uint64_t)value.len > (uint64_t)self->values.len - offset) {
         PyErr_Format(PyExc_ValueError, "%zd bytes at %llu: beyond the arena, or it is mapped read-only", value.len, offset);
@@ -245,7 +253,7 @@ static PyObject *write_value(PyObject *object, PyObject *args)
     int may = 0;
     if (hold >= 0) {
         self->free_count--;
-        may = claim(self, hold, offset, epoch);
+        may = claim(self, hold, offset, granted);
         uint8_t *to = (uint8_t *)self->values.buf + offset;
         if (may && value.len < SKY_RELEASE_BYTES) {
             crc = copied(to, value.buf, (size_t)value.len);
@@ -349,12 +357,19 @@ static PyObject *let_go(PyObject *object, PyObject *none)
     Py_RETURN_NONE;
 }
 
+static PyObject *renew(PyObject *object, PyObject *none)
+{
+    __atomic_fetch_add(&((Reader *)object)->connections, 1, __ATOMIC_SEQ_CST);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"renew", renew, METH_NOARGS, "renew(): room that was given out before is void"},
     {"let_go", let_go, METH_NOARGS, "let_go(): in a forked child, close its copy of the page's descriptor"},
     {"hold", hold, METH_O, "hold(keys) -> list of HostView, None or False"},
     {"sizes", sizes, METH_O, "sizes(keys) -> list of int or None"},
     {"prefix", prefix, METH_O, "prefix(keys) -> int"},
-    {"write", write_value, METH_VARARGS, "write(offset, value, epoch) -> CRC-32 or None"},
+    {"write", write_value, METH_VARARGS, "write(offset, value, grant) -> CRC-32 or None"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -363,7 +378,10 @@ static PyObject *get_epoch(PyObject *object, void *none)
     return PyLong_FromUnsignedLongLong(HOST_LOAD(((Reader *)object)->map.head->epoch));
 }
 
+static PyObject *get_grant(PyObject *object, void *none) { return PyLong_FromUnsignedLongLong(grant((Reader *)object)); }
+
 static PyGetSetDef fields[] = {
+    {"grant", get_grant, NULL, "what room is given out under: it is void once this is another", NULL},
     {"epoch", get_epoch, NULL, "how many owners the arena has had", NULL},
     {"held", get_held, NULL, "how many values are held", NULL},
     {NULL, NULL, NULL, NULL, NULL},

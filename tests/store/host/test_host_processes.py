@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,6 +138,38 @@ def test_a_value_that_was_damaged_is_a_miss_and_goes(folder: Path) -> None:
     with ServedArena(folder, BUDGET_BYTES) as owner, HostStore(folder) as client:
         assert client.get_many([key(number) for number in range(3)]) == [value(0, 5_000), None, value(2, 5_000)]
         assert owner.lookup([key(1)])[0].name == "MISS" and client.stats()["corrupt_total"] == 1
+
+
+def test_a_value_that_expires_ends_with_the_owner_that_knows_when(folder: Path) -> None:
+    with ServedArena(folder, BUDGET_BYTES, keep=True) as owner:
+        owner.put_many([(key(number), value(number)) for number in range(3)])
+        assert owner.expire([key(0), key(1)], 60.0) == [True, True] and owner.expire([key(1)], math.inf) == [True]
+    with ServedArena(folder, BUDGET_BYTES) as owner:
+        assert [presence.name for presence in owner.lookup([key(0), key(1), key(2)])] == ["MISS", "HIT", "HIT"]
+
+
+def test_room_of_a_connection_that_broke_is_written_no_more(owner: ServedArena) -> None:
+    with HostStore(owner.folder) as client, HostStore(owner.folder) as other:
+        ticket = client.prepare_store([(key(1), value(1, 200_000))])
+        assert client._sock is not None
+        client._sock.shutdown(socket.SHUT_RDWR)
+        assert client.pin([key(9)], 1.0) == [False]
+        in_time(lambda: client.stats()["reconnects_total"] == 1)
+        assert other.put_many([(key(2), value(2, 200_000))]) == [True], "into that room"
+        assert client.complete_store(ticket) == [False]
+        assert other.get_many([key(2)]) == [value(2, 200_000)]
+
+
+def test_a_client_of_another_arena_gets_a_page_of_its_own(folder: Path) -> None:
+    with ServedArena(folder, BUDGET_BYTES) as owner, HostStore(folder) as first, HostStore(folder) as second:
+        for client in (first, second):
+            assert client._sock is not None
+            client._sock.shutdown(socket.SHUT_RDWR)
+        in_time(lambda: owner.stats()["clients"] == 1)
+        number = first._mapping.number
+        assert owner.connect(number, owner.instance).number == number, "the same client again"
+        number = second._mapping.number
+        assert owner.connect(number, bytes(16)).number != number
 
 
 def test_values_outlive_their_store_while_they_are_in_use(owner: ServedArena) -> None:

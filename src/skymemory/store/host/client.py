@@ -63,7 +63,7 @@ class _Reserved:
     """Room that the owner gave out for one message's items."""
 
     number: int
-    epoch: int
+    grant: int
     offsets: list[int | None]
 
 
@@ -124,7 +124,11 @@ class HostStore(RemoteStore):
         try:
             sock.settimeout(self._timeout_s)
             sock.connect(str(path))
-            sock.send(HELLO.pack(Op.HELLO, VERSION, 0 if before is None else before.number))
+            if before is None:
+                sock.send(HELLO.pack(Op.HELLO, VERSION, 0, bytes(16)))
+            else:
+                before.reader.renew()  # the owner may give our room to others from now on
+                sock.send(HELLO.pack(Op.HELLO, VERSION, before.number, before.instance))
             number, instance, values_bytes, has_below = WELCOME.unpack(_opened(sock.recv(MAX_BYTES)))
             mapping = before
             if before is None or before.instance != instance or before.number != number:
@@ -354,13 +358,13 @@ class HostStore(RemoteStore):
             state = _StoreState(self._mapping)
             sized = [(key, size_of(value)) for key, value in ticket.items]
             for at in range(0, len(sized), MOST_ITEMS):
-                epoch = state.mapping.reader.epoch
+                grant = state.mapping.reader.grant
                 message = messages.pack_reserve(sized[at : at + MOST_ITEMS], ticket.places[at : at + MOST_ITEMS])
                 answer = self._ask(message)
                 if answer is None or self._mapping is not state.mapping:
                     break
                 number, offsets = messages.unpack_reserved(answer)
-                state.parts.append(_Reserved(number, epoch, offsets))
+                state.parts.append(_Reserved(number, grant, offsets))
             return state
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -373,12 +377,13 @@ class HostStore(RemoteStore):
         for part in state.parts:
             values = ticket.items[len(done) : len(done) + len(part.offsets)]
             crcs = [
-                None if offset is None else state.mapping.reader.write(offset, value, part.epoch)
+                None if offset is None else state.mapping.reader.write(offset, value, part.grant)
                 for offset, (_, value) in zip(part.offsets, values, strict=True)
             ]
             with self._lock:
-                # Room of another connection is void: the owner has given it back.
-                answer = self._ask(messages.pack_commit(part.number, crcs)) if self._mapping is state.mapping else None
+                # Room of another owner or connection is void: it was given back.
+                is_void = self._mapping is not state.mapping or state.mapping.reader.grant != part.grant
+                answer = None if is_void else self._ask(messages.pack_commit(part.number, crcs))
             if answer is None:
                 break
             done += [verdict is True for verdict in messages.unpack_verdicts(answer)]

@@ -16,6 +16,8 @@ from skymemory.errors import InvalidInput
 HEAD_BYTES = 4096
 ENTRY_BYTES = 64
 MAGIC, PAGE_MAGIC = b"SKYHOST1", b"HSKPAGE1"
+CHECKED, EXPIRES = 1 << 32, 1 << 33
+"""Flags beside a value's CRC-32: its owner has compared it; its owner knows until when it lives, no other does."""
 HOLDS, USES = 16_384, 4_096
 """Values that a client may hold at a time; uses that it may note before the owner reads them."""
 PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES)

@@ -24,7 +24,7 @@ MAX_BYTES = 128 << 10
 @enum.unique
 class Op(enum.IntEnum):
     HELLO = 1
-    """Version, and the client's number if it was connected before (else 0)."""
+    """Version; and the client's number and the arena's instance, if it was connected before (else 0)."""
     RESERVE = 2
     COMMIT = 3
     TOUCH = 4
@@ -50,7 +50,7 @@ class Status(enum.IntEnum):
     """ValueTooLarge, in words."""
 
 
-HELLO = struct.Struct("<BIQ")
+HELLO = struct.Struct("<BIQ16s")
 WELCOME = struct.Struct("<Q16sQB")
 """The client's number, the arena's instance, the bytes of its values, and whether there are farther tiers."""
 BELOW = struct.Struct("<BI")

@@ -34,7 +34,7 @@ from skymemory.store.base import (
 )
 from skymemory.store.host.arena import OwnedArena, is_held, reader_of
 from skymemory.store.host.extents import Extents, rounded
-from skymemory.store.host.layout import ArenaShape
+from skymemory.store.host.layout import CHECKED, EXPIRES, ArenaShape
 
 
 @dataclass(slots=True)
@@ -122,8 +122,13 @@ class ArenaStore(BudgetedStore):
         found = sorted(self._directory.entries(), key=lambda entry: int(entry[1]))
         used: list[tuple[int, int]] = []
         end = 0
-        for key, offset, size_bytes, _ in found:
-            if offset < end or self._inventory.used_bytes + size_bytes > self._inventory.budget_bytes:
+        for key, offset, size_bytes, check in found:
+            # When a value expires is lost with the owner that knew it.
+            if (
+                check & EXPIRES
+                or offset < end
+                or self._inventory.used_bytes + size_bytes > self._inventory.budget_bytes
+            ):
                 self._directory.take(key)
                 continue
             self._extents[key] = Extent(offset, size_bytes)
@@ -183,11 +188,11 @@ class ArenaStore(BudgetedStore):
         self._clients[number] = client
         return client
 
-    def connect(self, number: int = 0) -> Client:
-        """Return a new client, or that of this number if it was there before."""
+    def connect(self, number: int = 0, instance: bytes = b"") -> Client:
+        """Return a new client, or that of this number if it was there before in this arena."""
         with self._open():
             client = self._clients.get(number)
-            if client is None or client.connected:
+            if client is None or client.connected or instance != self.instance:
                 client = self._new_client()
             client.connected = True
             orphans, client.orphans = client.orphans, []
@@ -343,7 +348,7 @@ class ArenaStore(BudgetedStore):
     def _check(self, key: bytes, view: native.HostView) -> bool:
         """Compare a value with its checksum; a damaged value is dropped."""
         if view.is_sound():
-            self._directory.set_checked(key, view.offset)
+            self._directory.mark(key, view.offset, CHECKED, True)
             return True
         self._counters.add("corrupt")
         extent = self._extents.get(key)
@@ -385,8 +390,8 @@ class ArenaStore(BudgetedStore):
         if extent is None:
             self._counters.add("refused")
             return False
-        crc = self._reader.write(extent.offset, value, self._reader.epoch)
-        if crc is not None and self._enter(key, extent, crc | _CHECKED, place):
+        crc = self._reader.write(extent.offset, value, self._reader.grant)
+        if crc is not None and self._enter(key, extent, crc | CHECKED, place):
             return True
         self._free.free(extent.offset, rounded(extent.size_bytes))
         self._counters.add("refused")
@@ -486,6 +491,12 @@ class ArenaStore(BudgetedStore):
     def _end(self, key: bytes) -> None:
         self._remove(key)
 
+    def _promise(self, key: bytes, ttl_s: float) -> bool:
+        promised = super()._promise(key, ttl_s)
+        if promised:
+            self._directory.mark(key, self._extents[key].offset, EXPIRES, ttl_s < math.inf)
+        return promised
+
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         keys = check_keys(keys)
         with self._open():
@@ -502,9 +513,6 @@ class ArenaStore(BudgetedStore):
                 "free_bytes": self._free.free_bytes,
                 "largest_free_bytes": self._free.largest,
             }
-
-
-_CHECKED = 1 << 32
 
 
 def reason_of(view: native.HostView | Literal[False] | None) -> Miss | None:

@@ -195,12 +195,12 @@ class ArenaServer:
         if op == Op.HELLO:
             if len(message) != HELLO.size or client is not None:
                 raise Malformed("HELLO of another release, or a second one")
-            _, version, number = HELLO.unpack(message)
+            _, version, number, instance = HELLO.unpack(message)
             if version != VERSION:
                 raise InvalidInput(
                     f"this owner speaks version {VERSION}, the client {version}: use one release for both"
                 )
-            connection.client = client = store.connect(number)
+            connection.client = client = store.connect(number, instance)
             return WELCOME.pack(client.number, store.instance, store.arena_bytes, store.below is not None)
         if client is None:
             raise Malformed("no HELLO at first")
