@@ -1,4 +1,7 @@
-"""Limits of a prompt's wait for a store: a share of its measured compute time, or twice the store's p99."""
+"""Limits of a prompt's wait for a store: a share of its measured compute time, or twice the store's p99.
+
+``tiers.tier.Tier.result_by`` gives up a call that takes longer, or than the tier's deadline; its keys miss by DEADLINE.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,9 @@ has an even side's extra column in the west, where satellites rise, and its extr
 - ``rotation_hop``  the same walk confined to the box.
 - ``cost``          by delay instead of hops, in the smallest box with the least worst delay.
 - ``baseline``      a fixed list, row by row, that never moves.
+
+A new one has its name in ``Strategy``, a case in ``_layout``, a code in ``protocol.clock.STRATEGY_CODES`` and a twin in
+``flight/core/placement``.
 """
 
 from __future__ import annotations

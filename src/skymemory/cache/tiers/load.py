@@ -1,6 +1,7 @@
 """Load over all tiers: leased in the nearest that hold the keys, loaded concurrently, retried in farther tiers.
 
-A tier that hangs misses by DEADLINE; a tier that failed or was skipped is UNREACHABLE.
+A tier that hangs for longer than ``Tier.deadline_s`` misses by DEADLINE (``TierLoad.end``); a tier that failed or was
+skipped is UNREACHABLE.
 """
 
 from __future__ import annotations

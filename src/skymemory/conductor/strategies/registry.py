@@ -1,4 +1,8 @@
-"""Routing strategies by name, with their options by name."""
+"""Routing strategies by name, with their options by name.
+
+A new one is a subclass of ``conductor.picker.Scorer`` (with a prefix index: ``strategy_base.Indexed``) and an entry in
+``STRATEGIES``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer of a value: which chunks to request (or send) next, and where.
+"""Transfer of a value: which chunks to request (or send) next, and where; ``requests`` repeats what is lost.
 
 A read asks the satellite on which the clock places a chunk; after a MISS (``absent``), the likely places in turn, then
 all possible places. For a silent satellite (``redirect``, ``avoid``), another copy or its stand-ins are asked: the
