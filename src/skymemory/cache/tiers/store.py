@@ -217,12 +217,13 @@ class TieredStore(TwoPhase):
     def on_nearest_stored(self, places: Mapping[bytes, Place | None]) -> None:
         """Store values that another process has stored in the nearest tier in the farther tiers, later."""
         with self._locks.exclusive(list(places)):
-            self._outbound.discard(places)
-            # Blocks are copied from the nearest tier when there is time; other values may change until then.
+            # Blocks are copied from the nearest tier when there is time, or were evicted and move already. Other values
+            # may change until then.
             blocks = {key: place for key, place in places.items() if place is not None}
             for tier in self.tiers[1:]:
                 tier.backlog.add(blocks)
             others = [key for key in places if key not in blocks]
+            self._outbound.discard(others)
             for key, value in zip(others, self.tiers[0].store.get_many(others), strict=True):
                 moving = (
                     None if value is None else Moving(key, bytes(value), tuple(range(1, len(self.tiers))), True, None)
