@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import signal
 import struct
 import tempfile
 import time
@@ -245,3 +246,81 @@ def test_a_forked_childs_copy_of_a_view_ends_no_hold_of_the_parent() -> None:
     assert owner.held([page]) == {128} and len(views) == 1
     views.clear()
     assert owner.held([page]) == set()
+
+
+def test_a_reader_that_is_stopped_anywhere_sees_each_value_whole_or_not_at_all() -> None:
+    """Between any two of its instructions the owner takes values away, and gives their entries and room to others."""
+    memory, values = directory_of(24, 32, 1 << 20), mmap.mmap(-1, 1 << 20)
+    owner = native.HostDirectory(memory)
+    fd, page = page_of(8_192, 8)
+    keys = [bytes([number]) * 32 for number in range(24)]
+    sizes = {key: 10 + key[0] for key in keys}
+    steady, changing = keys[0], keys[1:]
+    free = Extents(1 << 20)
+    places: dict[bytes, int] = {}
+
+    def put(key: bytes) -> None:
+        offset = free.allocate(4096)
+        assert offset is not None
+        values[offset : offset + 4096] = key[:1] * 4096
+        if owner.put(key, offset, sizes[key], 0):
+            places[key] = offset
+        else:
+            free.free(offset, 4096)
+
+    for key in keys[:20]:
+        put(key)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            reader = native.HostReader(memory, values, fd)
+            whole = [key[:1] * sizes[key] for key in changing]
+            dice, wrong, until_s = random.Random(1), list[str](), time.monotonic() + 30
+            os.write(writing, b"ready\n")
+            while not wrong and time.monotonic() < until_s:
+                if set(reader.sizes([steady] * 4_000)) != {sizes[steady]}:
+                    wrong.append("what is there was not found")
+                key = dice.choice(changing)
+                if not set(reader.sizes([key] * 2_000)) <= {None, sizes[key]}:
+                    wrong.append("the size is another value's")
+                for _ in range(300):
+                    views = reader.hold(changing)
+                    if any(view and bytes(view) != whole[at] for at, view in enumerate(views)):
+                        wrong.append("the bytes are another value's")
+                    views.clear()
+            os.write(writing, "".join(wrong[:1]).encode())
+        except BaseException as error:
+            os.write(writing, repr(error).encode())
+        finally:
+            os._exit(1)
+    os.close(writing)
+    dice, quarantined = random.Random(2), list[int]()
+    try:
+        assert os.read(reading, 6) == b"ready\n"
+        for _ in range(1_500):
+            time.sleep(dice.random() * 3e-4)
+            os.kill(child, signal.SIGSTOP)
+            stopped = os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            if stopped is None or stopped.si_code != os.CLD_STOPPED:
+                break  # it has seen what is wrong
+            for key in [steady, *dice.sample(changing, 16)]:
+                offset = places.pop(key, None)
+                assert owner.take(key) == (offset is not None)
+                if offset is not None:
+                    quarantined.append(offset)
+            held = owner.held([page])
+            for offset in [offset for offset in quarantined if offset not in held]:
+                quarantined.remove(offset)
+                values[offset : offset + 4096] = b"\xff" * 4096
+                free.free(offset, 4096)
+            for key in [*dice.sample(changing, 18), steady]:
+                if key not in places:
+                    put(key)
+            os.kill(child, signal.SIGCONT)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    said = os.read(reading, 100).decode()
+    os.close(reading)
+    assert said == ""
