@@ -540,7 +540,7 @@ class BlockCache:
         return _failure_of(lambda: self._decode(sink, index, block_hash, value))
 
     def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> Miss | None:
-        """Verify, decode and place a block; raises for invalid bytes."""
+        """Do as ``place``, but raise for invalid bytes."""
         layout = self.layout
         codec_id, payload = open_block(value, block_hash, layout)
         codec = self._readable.get(codec_id)

@@ -60,7 +60,6 @@ class PrefetchScheduler:
             self._load(habits_file)
 
     def _load(self, path: Path) -> None:
-        """Read the habits file; set an unusable file aside."""
         try:
             load_habits(self._predictor, path)
         except LaterFile as error:
@@ -184,7 +183,7 @@ def load_habits(predictor: Predictor, path: Path) -> None:
 
 
 def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
-    """Return time zone and habits. Raises InvalidInput."""
+    """Return time zone and habits."""
     try:
         with open_file(path) as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -203,7 +202,7 @@ def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
 
 
 def _habit(entry: Any, where: str) -> Habit:
-    """Parse a habit of the file; InvalidInput if malformed."""
+    """Parse a habit of the file."""
     match entry:
         case {
             "time_s": int() | float() as time_s,

@@ -117,11 +117,6 @@ class Errors:
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """Return the relative errors of ``predicted``.
-
-    Raises:
-        InvalidInput: no measurements, or lists of different lengths.
-    """
     if not measured or len(predicted) != len(measured):
         raise InvalidInput("no measurements to compare with")
     off = np.array(predicted) / np.array(measured) - 1
@@ -200,11 +195,7 @@ def dump(cost: CostModel, notes: Mapping[str, Any] | None = None) -> str:
 
 
 def parse(text: str) -> CostModel:
-    """Return the cost model of a ``dump``, or of the same tables as TOML.
-
-    Raises:
-        InvalidInput: neither JSON nor TOML, or a missing or unknown key.
-    """
+    """Return the cost model of a ``dump``, or of the same tables as TOML."""
     table = parse_json(text) if text.lstrip().startswith("{") else parse_toml(text)
     if table.get("format") != FORMAT:
         raise InvalidInput(f"not a cost model: expected format = {FORMAT!r}, as `skymemory fit` writes it")

@@ -55,9 +55,6 @@ def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = Non
     """Return the shape described by a ``config.json`` of transformers.
 
     ``value_bytes`` is the size of the serving data type; by default that of the saved data type, else 2.
-
-    Raises:
-        InvalidInput: layers, heads or widths are missing or invalid.
     """
     try:
         layers, width = int(config["num_hidden_layers"]), int(config["hidden_size"])

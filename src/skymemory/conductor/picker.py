@@ -135,7 +135,7 @@ class Server:
 
 
 class Fleet:
-    """Servers by name. A server's slot, a small number, indexes the tables of strategies."""
+    """Servers by name. A server's slot indexes the tables of strategies."""
 
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
@@ -160,11 +160,7 @@ class Fleet:
         return len(self.servers)
 
     def add(self, name: str) -> Server:
-        """Add a healthy server.
-
-        Raises:
-            InvalidInput: the name is taken.
-        """
+        """Add a healthy server under a new name."""
         if name in self.servers:
             raise InvalidInput(f"server {name!r} is in the fleet already; names must differ")
         if self._free_slots:

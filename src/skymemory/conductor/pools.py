@@ -1,7 +1,7 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
 The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
-change: it drains the instance and opens it in the other role. The controller has no I/O and no clock.
+change: it drains the instance and opens it in the other role.
 
 Need is measured by time, spare capacity by work. Both are smoothed over time::
 
@@ -170,11 +170,7 @@ class PoolController:
         return self._needs[role].value
 
     def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
-        """Record the state of all instances; return a change to begin or to call off.
-
-        Raises:
-            InvalidInput: ``now_s`` is before the last call, or two instances have the same name.
-        """
+        """Record the state of all instances; return a change to begin or to call off."""
         by_name = {instance.name: instance for instance in instances}
         if len(by_name) < len(instances):
             raise InvalidInput("two instances of one name; names must differ")

@@ -318,11 +318,7 @@ class Scheduler:
     def place_again(
         self, placement: ScheduledRequest, now_s: float, among: Collection[str] | None = None
     ) -> ScheduledRequest:
-        """Return another placement after a server ``failed``, without admission.
-
-        Raises:
-            NoServer: no server takes requests.
-        """
+        """Return another placement after a server ``failed``, without admission."""
         return self._picked(placement.request, now_s, among, None)
 
     def _picked(

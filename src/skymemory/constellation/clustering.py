@@ -260,9 +260,6 @@ def fit(shell: ClusteredShell) -> Fit:
 def drift(shell: ClusteredShell, after_s: float) -> Drift:
     """Compare the closed form with SGP4's mean elements, drag included, ``after_s`` seconds from the epoch, without
     satellites that decay before then.
-
-    Raises:
-        InvalidInput: SGP4 propagates none of them that far.
     """
     import numpy as np
 

@@ -293,11 +293,7 @@ class CellGrid:
         return Torus(self.rows, self.columns)
 
     def track(self, path: Sequence[Stop], margin: int) -> Track:
-        """Return the moves of a box that extends ``margin`` cells around a user on this path.
-
-        Raises:
-            InvalidInput: no stops, stops out of order, or a stop too near to the edge of the grid.
-        """
+        """Return the moves of a box that extends ``margin`` cells around a user on this path."""
         if not path:
             raise InvalidInput("a path without stops: expected at least one")
         for number, stop in enumerate(path, start=1):
@@ -319,11 +315,7 @@ class CellGrid:
 
 
 def parse_grid(text: str) -> CellGrid:
-    """Parse rows and columns such as ``24x24``.
-
-    Raises:
-        InvalidInput: another format, or more than 200 rows or columns.
-    """
+    """Parse rows and columns, at most 200 each, such as ``24x24``."""
     rows, cross, columns = text.partition("x")
     if not (cross and rows.isascii() and columns.isascii() and rows.isdigit() and columns.isdigit()):
         raise InvalidInput(f"a grid of {text!r}: expected rows and columns, such as 24x24")

@@ -303,11 +303,7 @@ class Links:
 
     @classmethod
     def read(cls, table: Mapping[str, Any], where: str) -> Links:
-        """Return the links of a table; ``where`` begins error messages.
-
-        Raises:
-            InvalidInput: an unknown key or an invalid value.
-        """
+        """Return the links of a table; ``where`` begins error messages."""
         return filled(cls, table, where)
 
     def as_table(self) -> dict[str, Any]:

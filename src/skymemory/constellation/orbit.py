@@ -108,9 +108,6 @@ class Shell:
         phase: Walker's F, 0 to planes − 1.
         plane_offsets: offset of each plane at the epoch, in slots; default from ``phase``.
         plane_nodes_rad: right ascensions at the epoch, eastward once round; default evenly spread.
-
-    Raises:
-        InvalidInput: an impossible orbit, phase, number of planes or slots, offsets or nodes.
     """
 
     planes: int
@@ -193,11 +190,7 @@ class Shell:
 
     @property
     def kozai_rad_min(self) -> float:
-        """Mean motion for element sets, as ``sgp4init`` takes it.
-
-        Raises:
-            InvalidInput: the model is ``paper``.
-        """
+        """Mean motion for element sets, as ``sgp4init`` takes it; only for ``j2``."""
         if self.model == "paper":
             raise InvalidInput("a shell of model 'paper' has no mean motion of SGP4's: expected model 'j2'")
         return self._secular().kozai_rad_min

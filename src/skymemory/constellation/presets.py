@@ -35,11 +35,7 @@ class FlownShell:
     star: bool = False
 
     def preset(self) -> Preset:
-        """Return it as a constellation.
-
-        Raises:
-            InvalidInput: an impossible shell, or satellites that no links join.
-        """
+        """Return it as a constellation."""
         return _flown_preset(self)
 
     def linked(self) -> FlownShell:
@@ -87,7 +83,6 @@ def _widest(shell: Shell) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _flown_preset(flown: FlownShell) -> Preset:
-    """Do ``FlownShell.preset``, cached."""
     shell, torus = flown.shell(), flown.torus()
     if any(torus.wrap(*gap) != gap for gap in torus.gaps):
         raise InvalidInput(f"{flown.source}: a gap outside of {torus.planes} planes of {torus.slots_per_plane} slots")

@@ -47,11 +47,7 @@ class Sight(Protocol):
 
 
 def check_mask(mask_deg: float) -> None:
-    """Check an elevation mask.
-
-    Raises:
-        InvalidInput: it is not from 0 to less than 90 degrees.
-    """
+    """Refuse an elevation mask that is not from 0 to less than 90 degrees."""
     if not 0 <= mask_deg < 90:
         raise InvalidInput(f"elevation mask {mask_deg:g}: expected 0 to less than 90 degrees")
 

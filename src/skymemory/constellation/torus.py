@@ -125,7 +125,7 @@ class Torus:
         return d_slot, d_plane
 
     def hops(self, start: SatelliteId, target: SatelliteId) -> int:
-        """Return the number of links on a shortest path.
+        """Count the links on a shortest path.
 
         Raises:
             InvalidInput: no path between the two (gaps too wide for links), or a gap.

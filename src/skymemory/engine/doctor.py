@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Result of ``examine`` or ``examine_vllm``: if the cache works in a user's set-up, or what is wrong."""
+    """Result of ``examine`` or ``examine_vllm``: what is wrong in a user's set-up, if anything."""
 
     findings: tuple[Finding, ...]
     context: dict[str, str | int | bool]
@@ -274,11 +274,7 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
 
 
 def open_in_time(opening: Callable[[], Opened], close: Callable[[Opened], object]) -> Opened:
-    """Open a store, in a thread; one that opens too late is closed.
-
-    Raises:
-        SkyMemoryError: it did not open within ``OPENING_S``, or what ``opening`` raises.
-    """
+    """Open a store in a thread, or raise SkyMemoryError after ``OPENING_S``; a store that opens too late is closed."""
     call = WorkerCall(opening)
     threading.Thread(target=call.run, name="doctor", daemon=True).start()
     if not call.wait(OPENING_S) and call.give_up(lambda late: None if late is None else close(late)):

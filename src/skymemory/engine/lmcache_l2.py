@@ -78,7 +78,7 @@ class _Tasks(Generic[Result]):
 
 
 class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """L2 adapter of LMCache. Raises InvalidInput for a wrong option."""
+    """Adapter that keeps LMCache's L2 objects in any store."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()

@@ -54,9 +54,7 @@ class PluginSettings:
 
     @classmethod
     def read(cls, table: object, where: str, processes: int) -> PluginSettings:
-        """Read and check the table, called ``where`` in errors. Raises InvalidInput for an unknown key, a wrong value,
-        or a store that ``processes`` cannot share.
-        """
+        """Read and check the table, called ``where`` in errors; refuse a store that ``processes`` cannot share."""
         if not isinstance(table, Mapping):
             raise InvalidInput(f'{where} is {table!r}: expected a table, such as {{"store": …, "weights": …}}')
         settings = filled(cls, table, where)

@@ -37,7 +37,7 @@ class _ExtraPool:
 
 
 class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
-    """HiCache storage. Raises InvalidInput for a wrong option."""
+    """Storage of HiCache's pages in any store."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
         warn_untested("SGLang", sglang.__version__, "0.5.23")

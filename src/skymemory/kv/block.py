@@ -91,7 +91,7 @@ def key_hash(namespace_digest: bytes, key: str) -> bytes:
 
 
 def _token_bytes(tokens: Tokens) -> bytes | memoryview:
-    """Return tokens as unsigned 32-bit little-endian; InvalidInput unless flat, whole, in range."""
+    """Return tokens as unsigned 32-bit little-endian."""
     if (packed := native.pack_tokens(tokens)) is not None:
         return packed
     try:

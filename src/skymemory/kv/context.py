@@ -1,5 +1,3 @@
-"""CacheContext: everything that makes two KV caches different, and its digest."""
-
 from __future__ import annotations
 
 import hashlib

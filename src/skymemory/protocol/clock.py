@@ -190,11 +190,7 @@ class SkyMap:
         self._located: dict[tuple[int, int, Moves, Moves, int], tuple[SatelliteId, ...]] = {}
 
     def placement(self, strategy: int, servers: int) -> Placement:
-        """Return the placement of a strategy code.
-
-        Raises:
-            InvalidInput: an unknown code, or more servers than satellites.
-        """
+        """Return the placement of a strategy code."""
         placement = self._placements.get((strategy, servers))
         if placement is None:
             if len(self._placements) > 256:
@@ -313,11 +309,7 @@ class Locator:
         return sum(moves) < sum(self.moves)
 
     def home(self, ref: bytes) -> SatelliteId:
-        """Return the satellite to which a chunk belongs now.
-
-        Raises:
-            InvalidInput: unknown strategy, or more servers than satellites.
-        """
+        """Return the satellite to which a chunk belongs now."""
         return self.home_of_tag(ref[TAG_OFFSET : TAG_OFFSET + TAG_BYTES])
 
     def home_of_tag(self, tag: bytes) -> SatelliteId:

@@ -240,11 +240,7 @@ class Selection:
 
     @classmethod
     def of(cls, key: bytes, indices: Sequence[int], stride: int = 1) -> Selection:
-        """Select exactly ``indices`` (0-based, ascending, congruent modulo ``stride``).
-
-        Raises:
-            InvalidInput: no indices, not on a grid, or too far apart.
-        """
+        """Select exactly ``indices`` (0-based, ascending, congruent modulo ``stride``)."""
         if not indices:
             raise InvalidInput("empty selection: expected at least one chunk")
         first = indices[0]
@@ -281,7 +277,6 @@ class Selection:
 
     @classmethod
     def pack_cover(cls, key: bytes, indices: Sequence[int]) -> list[bytes]:
-        """Pack selections of exactly ``indices``."""
         if indices:
             first, count = indices[0], len(indices)
             step = indices[1] - first if count > 1 else 1
@@ -325,11 +320,7 @@ def pack_verdicts(verdicts: Sequence[IntEnum]) -> bytes:
 
 
 def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
-    """Read a ``kind`` per question.
-
-    Raises:
-        MalformedPacket: the body is not that of an ``op``.
-    """
+    """Read a ``kind`` per question."""
     if len(body) < _VERDICTS.size or len(body) != _VERDICTS.size + _VERDICTS.unpack_from(body)[0]:
         raise MalformedPacket(f"{op.name} of {len(body)} bytes: its count does not match")
     codes = bytes(body[_VERDICTS.size :])
@@ -388,11 +379,7 @@ def join_dead(dead: Sequence[Dead]) -> bytes:
 
 
 def split_dead(body: Buffer, count: int) -> list[Dead]:
-    """Read exactly ``count`` dead values.
-
-    Raises:
-        MalformedPacket: the body has another size.
-    """
+    """Read exactly ``count`` dead values."""
     if not 1 <= count <= MAX_DEAD_PER_PACKET or len(body) != count * DEAD_BYTES:
         raise MalformedPacket(f"{count} dead values in {len(body)} bytes")
     return [

@@ -37,7 +37,7 @@ from skymemory.units import format_size
 
 
 class Deadlines:
-    """Expiry times of keys, a single time each, and the expired keys in order."""
+    """Expiry time of each key, and the expired keys in order."""
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
@@ -228,7 +228,7 @@ class StoredEntry:
 
 class Inventory:
     """Accounts of a store: sizes, leases, pins, reservations and order of eviction, without I/O and clock. The caller
-    holds a lock. InvalidInput for an unknown policy.
+    holds a lock.
     """
 
     def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:

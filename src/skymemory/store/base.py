@@ -144,7 +144,7 @@ class Store(Protocol):
         """Return True if leases always protect."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys present."""
+        """Count the leading keys present."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Lease ``keys``, which may repeat."""

@@ -355,8 +355,6 @@ def _with_deadline(kind: Any, deadline: CallDeadline) -> Any:
     """Return a subclass of redis-py's connection ``kind`` that keeps to ``deadline``."""
 
     class RedisConnection(kind):  # type: ignore[misc]
-        """Connection that keeps to the call's deadline."""
-
         def _connect(self) -> Any:
             return _DeadlineSocket(super()._connect(), deadline)
 
@@ -371,7 +369,7 @@ def _with_deadline(kind: Any, deadline: CallDeadline) -> Any:
 
 
 class RedisLink:
-    """Pool of connections to the server at ``url``. Raises as ``RedisStore``."""
+    """Pool of connections to the server at ``url``."""
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic, ca: str = "") -> None:
         try:

@@ -355,7 +355,6 @@ class RateLimited(Wrapped):
             return max(0.0, -self._link.refill(self._clock()))
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Complete the load, then sleep until its bytes fit the rate."""
         values = super().complete_load(ticket)
         size_bytes = sum(
             rows.size_bytes if rows is not None and at in ticket.placed else len(value)

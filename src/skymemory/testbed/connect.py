@@ -71,11 +71,7 @@ def _round_trips(
 
 
 def check_access(plan: ConstellationPlan, access: str) -> Access:
-    """Return ``access`` if clients of this plan can use it.
-
-    Raises:
-        InvalidInput: unknown mode, or a mix of on board and ground, whose boxes move differently.
-    """
+    """Return ``access`` if clients of this plan can use it: boxes move differently on board and on the ground."""
     chosen = access_named(access)
     if (chosen == "onboard") != (plan.access == "onboard"):
         raise InvalidInput(
@@ -267,7 +263,6 @@ def bind_ip_of(plan: ConstellationPlan) -> str:
     """Return the address for clients to bind: ``$SKYMEMORY_BIND``, else our source address towards the hosts.
 
     Raises:
-        InvalidInput: not an address, or not of the hosts' family.
         ConstellationError: no route to any host.
     """
     chosen = os.environ.get(BIND_SETTING)

@@ -307,7 +307,6 @@ def disable(directory: RunDirectory, satellites: Collection[SatelliteId]) -> fro
     """Disable satellites: they neither answer nor forward, and lose their chunks. Return all disabled satellites.
 
     Raises:
-        InvalidInput: an unknown satellite, or a satellite on another computer.
         ConstellationError: a host did not react.
     """
     return _change(directory, satellites, alive=False)
@@ -350,11 +349,7 @@ def _mine(plan: ConstellationPlan, host: str) -> Iterable[SatelliteId]:
 def _hosts_of(
     plan: ConstellationPlan, satellites: Collection[SatelliteId], directory: RunDirectory, everywhere: bool
 ) -> set[str]:
-    """Return the hosts of these satellites that run here.
-
-    Raises:
-        InvalidInput: an unknown satellite, or a host elsewhere, unless ``everywhere``.
-    """
+    """Return the hosts of these satellites that run here; without ``everywhere``, refuse any that run elsewhere."""
     unknown = [satellite for satellite in satellites if satellite not in plan.torus]
     if unknown:
         raise InvalidInput(

@@ -12,11 +12,7 @@ from skymemory.files import MAX_TABLE_BYTES, read_text
 
 
 def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
-    """Return a shell of a file of element sets as a constellation; ``skymemory shells`` shows its ``number``.
-
-    Raises:
-        InvalidInput: a bad file, no such shell, or a shell that carries no box.
-    """
+    """Return a shell of a file of element sets as a constellation; ``skymemory shells`` shows its ``number``."""
     shells = cluster(read_element_file(path, skip_bad).elements).shells
     if not 1 <= number <= len(shells):
         known = f"1 to {len(shells)}, as `skymemory shells {path}` lists them" if shells else "a file with one"

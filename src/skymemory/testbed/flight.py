@@ -41,11 +41,7 @@ def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
-    """Return which of the plan's hosts run satellites in C.
-
-    Raises:
-        InvalidInput: they cannot serve this plan.
-    """
+    """Return which of the plan's hosts run satellites in C."""
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
@@ -56,11 +52,7 @@ def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
 
 
 def daemon_path() -> Path:
-    """Return the daemon's path: ``$SKYMEMORY_FLIGHT``, or next to Python (``make flight``), or in PATH.
-
-    Raises:
-        ConstellationError: it was not built.
-    """
+    """Return the daemon's path: ``$SKYMEMORY_FLIGHT``, or next to Python (``make flight``), or in PATH."""
     if chosen := os.environ.get(DAEMON_SETTING):
         return Path(chosen)
     next_to_python = Path(sys.executable).with_name(DAEMON)
@@ -92,7 +84,7 @@ def _gaps(torus: Torus) -> Iterator[str]:
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
-    """Yield configuration lines: delays of links, and of beams to the ground."""
+    """Yield lines: delays of links, and of beams to the ground."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
     if scale:
         yield f"delay-scale {scale!r}"
@@ -111,7 +103,7 @@ def _delays(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _orbits(sight: OrbitSight) -> Iterator[str]:
-    """Yield configuration lines from which the daemon computes orbits and sight."""
+    """Yield lines from which the daemon computes orbits and sight."""
     shell, epoch_s = sight.shell, sight.epoch_unix_s
     numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
     yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
@@ -131,7 +123,7 @@ def _orbits(sight: OrbitSight) -> Iterator[str]:
 
 
 def _links(plan: ConstellationPlan) -> Iterator[str]:
-    """Yield configuration lines: rates, outages, elevations and rain of links."""
+    """Yield lines: rates, outages, elevations and rain of links."""
     links = plan.links
     if links is None:
         return
@@ -154,7 +146,7 @@ def _links(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _clock(plan: ConstellationPlan) -> Iterator[str]:
-    """Yield configuration lines: the clock of the box's moves."""
+    """Yield lines: the clock of the box's moves."""
     clock = clock_of(plan)
     yield f"pushed {clock.pushed[0]} {clock.pushed[1]}"
     if not clock.time_scale:
@@ -180,11 +172,7 @@ def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
 
 
 def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = None, record: Path | None = None) -> str:
-    """Return the configuration of the daemon of ``host``; ``record`` is its pid file.
-
-    Raises:
-        InvalidInput: a plan that satellites in C cannot serve, or a path with a line break.
-    """
+    """Return the configuration of the daemon of ``host``; ``record`` is its pid file."""
     check_plan(plan)
     shell, eviction = shell_of(plan), plan.memory_policy.satellites(plan.replicas)
     # With gaps, the daemon adds the longest link of each satellite.
@@ -235,11 +223,7 @@ def _path(path: Path) -> str:
 
 
 def become_daemon(text: str, host: HostShare, run_dir: Path | None, supervisor_fd: int | None) -> NoReturn:
-    """Replace this process by the daemon, which keeps its pid and so its record.
-
-    Raises:
-        ConstellationError: it cannot be run.
-    """
+    """Replace this process by the daemon, which keeps its pid and so its record."""
     daemon = daemon_path()
     # In memory, not in a file that would have to be removed; the daemon opens it by its descriptor number.
     config_fd = os.memfd_create("share", 0)

@@ -128,11 +128,7 @@ def run_host(
     insecure: bool = False,
     kind: Kind = "python",
 ) -> None:
-    """Serve ``host`` until stopped; with ``kind`` ``c`` this process becomes the daemon.
-
-    Raises:
-        InvalidInput: other computers could command the host without a key.
-    """
+    """Serve ``host`` until stopped; with ``kind`` ``c`` this process becomes the daemon."""
     # Recorded before the sockets are bound: `down` must find this process even if it hangs there.
     check_exposure(plan, host, listen, insecure)
     share = ""

@@ -78,11 +78,7 @@ def without_password(address: str) -> str:
 
 
 def kinds_of(where: str) -> list[str]:
-    """Return the kinds of an address's stores, the nearest first, without opening them.
-
-    Raises:
-        InvalidInput: a hierarchy that cannot be read.
-    """
+    """Return the kinds of an address's stores, the nearest first, without opening them."""
     kind, place, pairs = _parts(where)
     if kind != "tiers":
         return [kind]
@@ -396,11 +392,7 @@ def _plan(table: dict[str, Any], tiers: Any) -> HierarchyPlan:
 
 
 def read_file(path: Path) -> HierarchyPlan:
-    """Read the plan in a TOML file.
-
-    Raises:
-        InvalidInput: an unreadable file, or an invalid setting (named).
-    """
+    """Read the plan in a TOML file."""
     content = read_toml(path)
     tiers = content.pop("tier", None)
     try:
@@ -410,11 +402,7 @@ def read_file(path: Path) -> HierarchyPlan:
 
 
 def read_options(options: list[tuple[str, str]], where: str) -> HierarchyPlan:
-    """Read the plan in ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings.
-
-    Raises:
-        InvalidInput: as ``read_file``.
-    """
+    """Read the plan in ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings."""
     settings = {name: value for name, value in options if name != "tier"}
     tiers = [{"store": value} for name, value in options if name == "tier"]
     if not tiers:

@@ -151,11 +151,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def parse_ip(text: str, where: str) -> str:
-    """Return an IP address as sockets spell senders.
-
-    Raises:
-        InvalidInput: not an address, or an IPv6 address valid on a single link.
-    """
+    """Return an IP address as sockets spell senders; refuse IPv6 addresses valid on a single link."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError as error:
@@ -366,11 +362,7 @@ class ConstellationPlan:
                 _require(other == host.name, f"{host.name} and {other} share ports on {host.ip}, the first is {port}")
 
     def sight(self, host: GroundHost | None = None) -> Sight:
-        """Return the sight of the plan's host, or of ``host``; the box stays over the plan's.
-
-        Raises:
-            InvalidInput: ``host`` with a preset that is no orbit, or with the plan's host on board.
-        """
+        """Return the sight of the plan's host, or of ``host``; the box stays over the plan's."""
         preset = self.constellation
         box = self.ground.sight(preset)
         if host is None:
@@ -420,11 +412,7 @@ class ConstellationPlan:
         return self.hosts[0].is_ipv6
 
     def parse_own_ip(self, text: str, where: str) -> str:
-        """Parse an address of this computer to bind.
-
-        Raises:
-            InvalidInput: not an address, or not of the hosts' family.
-        """
+        """Parse an address of this computer to bind."""
         ip = parse_ip(text, where)
         family = "IPv6" if self.is_ipv6 else "IPv4"
         _require(
@@ -494,11 +482,7 @@ def make_plan(
     keys_file: str = "",
     links: Links | None = None,
 ) -> ConstellationPlan:
-    """Make a plan with the preset's defaults; without ``servers`` a value's size decides.
-
-    Raises:
-        InvalidInput: an impossible setting, or a place where no satellite ever rises.
-    """
+    """Make a plan with the preset's defaults; without ``servers`` a value's size decides."""
     chosen = _chosen(preset)
     ground = ground or Ground(gateway=chosen.gateway)
     access = access_named(access or chosen.access)

@@ -169,11 +169,7 @@ class SkySettings:
             )
 
     def preset(self) -> Preset:
-        """Return the geometry, of a preset or a shell of real satellites.
-
-        Raises:
-            InvalidInput: no such preset or shell, or settings of a place for a preset whose box is fixed.
-        """
+        """Return the geometry, of a preset or a shell of real satellites."""
         if self.tle is not None and self.shell is not None:
             return flown_shell(self.tle, self.shell, self.skip_bad)
         preset = preset_named(DEFAULT_PRESET if self.preset_name is None else self.preset_name)
@@ -224,9 +220,4 @@ class SkySettings:
 
 
 def read_sky_settings(content: Mapping[str, Any]) -> SkySettings:
-    """Return the settings of a table.
-
-    Raises:
-        InvalidInput: an unknown key or an invalid value.
-    """
     return filled(SkySettings, content, "")

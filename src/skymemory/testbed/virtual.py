@@ -1,5 +1,3 @@
-"""A plan's constellation in virtual time, in one process."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

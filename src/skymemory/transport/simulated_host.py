@@ -68,7 +68,7 @@ class WorkCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Limits of the host processes: their satellites, ``share`` of a core, costs of work, and socket buffers."""
+    """Limits of host processes: ``hosts`` are their satellites, ``share`` is of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0

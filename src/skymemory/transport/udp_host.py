@@ -1,7 +1,7 @@
 """Satellites of a host over UDP: a socket each, and an event loop.
 
-This module moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in
-both directions, so that clients need no geometry. Postponed work gets at least a fifth of the time.
+It moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in both
+directions, so that clients need no geometry. Postponed work gets at least a fifth of the time.
 """
 
 from __future__ import annotations

@@ -65,9 +65,6 @@ def udp_socket(ip: str) -> socket.socket:
 class BatchSocket:
     """Non-blocking socket bound to ``ip`` and ``port`` (0: any). Buffer sizes are the kernel's. ``offload``: runs can
     arrive joined.
-
-    Raises:
-        OSError: the address cannot be bound.
     """
 
     def __init__(

@@ -411,7 +411,6 @@ class FetchedParts:
 
 
 def _release(parts: Sequence[FetchedBlocks]) -> None:
-    """Release leases, and delete invalid blocks."""
     # Not while placing: other threads wait then.
     for part in parts:
         part.values = []

@@ -1,5 +1,3 @@
-"""Measured speeds of computing and loading; old measurements decay."""
-
 from __future__ import annotations
 
 _KEPT_STEPS = 64.0
@@ -12,7 +10,7 @@ _OPTIMISM = 0.98  # factor per prompt on an unused side's time: not measured, it
 
 
 class SpeedEstimate:
-    """Speeds of computing and loading, shared by prompts."""
+    """Measured speeds of computing and loading, shared by prompts; old measurements decay."""
 
     def __init__(self) -> None:
         # Weight and sums of a line through the steps: seconds of a full step by position in the prompt.

@@ -51,8 +51,7 @@ def cut_prompt(
     """Return the chunks, in order, covering every token once.
 
     ``stored_blocks``: bytes of each full block, None if not stored. A chunk ends after ``step_tokens``, at the end of
-    the resident prefix, and between stored and missing blocks. InvalidInput for sizes not positive, or not whole
-    blocks.
+    the resident prefix, and between stored and missing blocks.
     """
     if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
         raise InvalidInput(
@@ -155,9 +154,7 @@ class BidirectionalLoader:
     # --- events ---
 
     def push_seq(self, chunks: Sequence[PromptChunk], now_s: float) -> tuple[tuple[int, int], ...]:
-        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching. InvalidInput for chunks
-        that do not follow each other, or a second prompt.
-        """
+        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching."""
         if self._chunks or not chunks:
             raise InvalidInput("a loader takes one prompt, of at least one chunk")
         expected = chunks[0].first_token

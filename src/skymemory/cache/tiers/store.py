@@ -204,7 +204,7 @@ class TieredStore(TwoPhase):
         return views
 
     def fill_nearest(self, keys: Sequence[bytes]) -> None:
-        """Copy the values that farther tiers have into the nearest, for processes that read there."""
+        """Copy farther tiers' values into the nearest, for processes that read there."""
         ticket = self.prepare_load(keys)
         try:
             self._loads.take(ticket)

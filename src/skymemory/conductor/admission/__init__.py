@@ -1,1 +1,0 @@
-"""Admission control: rules that refuse requests under overload."""

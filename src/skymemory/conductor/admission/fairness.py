@@ -52,7 +52,7 @@ class Fair(RuleAround):
         self._levels: dict[int, float] = {}
 
     def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
-        """Refuse low priorities and tenants above their share; no tenant within its share is refused for cost."""
+        """Refuse by priority and share; no tenant within its share is refused for cost."""
         load = self._load(placement)
         # The order of precedence: the operator's priorities, fairness, then throughput (the wrapped rule).
         refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(

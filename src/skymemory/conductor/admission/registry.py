@@ -1,4 +1,4 @@
-"""Admission rules by name, with their options by name."""
+"""Admission rules and their options by name."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ FAIR = "+fair"
 def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
     """Return a rule; options may be text, ``weights`` such as ``gold=3,free=0.5``. ``on_arrival``: wrap it in
     ``OnArrival``.
-
-    Raises:
-        InvalidInput: unknown rule or option, or an invalid value.
     """
     owner, known = f"admission rule {name!r}", options_of(name)
     without_weights = {option: value for option, value in options.items() if option != "weights" or option not in known}
@@ -69,11 +66,7 @@ def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: objec
 
 
 def options_of(name: str) -> dict[str, object]:
-    """Return the options of a rule with their defaults.
-
-    Raises:
-        InvalidInput: unknown rule.
-    """
+    """Return the options of a rule with their defaults."""
     rule = name.removesuffix(FAIR)
     if rule not in RULES:
         raise InvalidInput(f"no admission rule {name!r}; {suggestion(rule, NAMES)}; each also with {FAIR!r}")
@@ -81,11 +74,7 @@ def options_of(name: str) -> dict[str, object]:
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:
-    """Return tenant weights; ``what`` begins the error.
-
-    Raises:
-        InvalidInput: neither a table nor such text, or a weight is not a number.
-    """
+    """Return tenant weights; ``what`` begins the error."""
     if isinstance(value, str):
         value = dict(part.partition("=")[::2] for part in value.split(",") if part)
     if not isinstance(value, Mapping):

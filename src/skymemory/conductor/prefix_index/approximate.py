@@ -54,9 +54,6 @@ class ApproximatePrefixIndex:
 
     The end of a prefix is evicted before its head; engines evict by other rules. ``max_match`` limits the blocks per
     prompt. ``secret`` is an odd 64-bit number for ``native.PrefixTable``.
-
-    Raises:
-        InvalidInput: an invalid capacity or secret.
     """
 
     def __init__(
@@ -99,11 +96,7 @@ class ApproximatePrefixIndex:
         return self._table.held(slot)
 
     def set_capacity(self, slot: int, blocks: int) -> None:
-        """Set the capacity of a server's cache and evict beyond it.
-
-        Raises:
-            InvalidInput: an invalid capacity.
-        """
+        """Set the capacity of a server's cache and evict beyond it."""
         try:
             if self._table.capacity(slot) != blocks:  # set with every report, but it changes only at a restart
                 self._table.set_capacity(slot, blocks)
@@ -121,11 +114,7 @@ class ApproximatePrefixIndex:
         return self._table.dump(slot)
 
     def load(self, slot: int, dump: bytes) -> None:
-        """Replace the blocks of ``slot``.
-
-        Raises:
-            InvalidInput: not the output of ``dump``.
-        """
+        """Replace the blocks of ``slot`` by those in the output of ``dump``."""
         try:
             self._table.load(slot, dump)
         except ValueError as error:

@@ -123,7 +123,7 @@ class LeastTbt(Scorer):
             booked.joins_s = at_s
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Forecast the mean seconds between tokens of all servers at ``at_s``, with ``request`` added to each batch."""
+        """Forecast the servers' mean seconds between tokens at ``at_s``, with ``request`` in each batch."""
         # A request counts from the time of joining for the usual duration. Its context has grown by a token per step
         # since then. As steps depend on contexts in turn, this is a single step of a fixed-point iteration.
         usual_s, sums = self.decode_s, 0.0

@@ -1,4 +1,4 @@
-"""Schedulers by name, with their options by name."""
+"""Schedulers and their options by name."""
 
 from __future__ import annotations
 
@@ -61,9 +61,6 @@ def prefill_scorer(
         holdings: the prefix index.
         sources: None: the network of ``cost``.
         prefill_cost: cost on servers of several machines.
-
-    Raises:
-        InvalidInput: unknown scheduler or option, or an invalid value.
     """
     settings, estimated = SCHEDULERS.settings(name, options), prefill_cost or cost
     if not isinstance(settings, KvCacheCentricSettings):
@@ -85,9 +82,6 @@ def build(
     """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``.
 
     KV is also loaded from unranked servers of ``prefill``. Without ``decoding`` the prefill server decodes, too.
-
-    Raises:
-        InvalidInput: as ``prefill_scorer``.
     """
     sources = replace(options.pop("sources", None) or LoadSources(network_of(cost)), fleet=prefill)
     picker = Picker(prefill, prefill_scorer(name, cost=cost, sources=sources, **options), seed)

@@ -1,5 +1,3 @@
-"""Dynamo's strategy by the cost of a request in blocks."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""vLLM production-stack's strategy by a tree of blocks."""
-
 from __future__ import annotations
 
 from collections import OrderedDict

@@ -59,7 +59,7 @@ def signature_of(pieces: NDArray[np.uint64]) -> int:
 
 
 def distances(signature: int, signatures: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Return the number of bits in which each of ``signatures`` differs."""
+    """Count the bits in which each of ``signatures`` differs."""
     differing: NDArray[np.uint64] = np.bitwise_xor(signatures, np.uint64(signature))
     if hasattr(np, "bitwise_count"):
         bits: NDArray[np.uint8] = np.bitwise_count(differing)

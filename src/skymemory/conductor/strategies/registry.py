@@ -1,4 +1,4 @@
-"""Routing strategies by name, with their options by name.
+"""Routing strategies and their options by name.
 
 A new one is a subclass of ``conductor.picker.Scorer`` (with a prefix index: ``strategy_base.Indexed``) and an entry in
 ``STRATEGIES``.
@@ -117,9 +117,5 @@ ESTIMATES = ("least-ttft",)
 def named(
     name: str = DEFAULT, *, index: PrefixIndex | None = None, cost: PrefillCost | None = None, **options: object
 ) -> Scorer:
-    """Return a strategy; option values may be text. ``cost`` is for ``least-ttft``; None: learnt.
-
-    Raises:
-        InvalidInput: unknown strategy or option, or an invalid value.
-    """
+    """Return a strategy; option values may be text. ``cost`` is for ``least-ttft``; None: learnt."""
     return STRATEGIES.entry(name).build(STRATEGIES.settings(name, options), index, cost)

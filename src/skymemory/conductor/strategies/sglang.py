@@ -1,5 +1,3 @@
-"""SGLang's two policies over a prefix index of blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shared parts of routing strategies, and ``Indexed``, the base of strategies with a prefix index."""
+"""Shared parts of routing strategies, and their base ``Indexed``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""``approximate`` and ``precise``: a weighted sum of queue, KV cache usage and matched prefix."""
-
 from __future__ import annotations
 
 import math

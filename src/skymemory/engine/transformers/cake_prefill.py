@@ -151,7 +151,7 @@ class OtherPrompts:
         return round(step_tokens * self.share) if self._waiting else step_tokens
 
     def run(self, tokens: int, until: Callable[[], bool]) -> int:
-        """Compute up to ``tokens`` tokens of the waiting prompts, until ``until`` returns True; return their number."""
+        """Compute up to ``tokens`` tokens of the waiting prompts, as ``Beside.run``."""
         ran = 0
         while ran < tokens and self._waiting and not until():
             number, ids = self._waiting[0]

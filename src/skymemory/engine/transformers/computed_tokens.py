@@ -1,5 +1,3 @@
-"""Counter of the tokens that pass through a model's embedding."""
-
 from __future__ import annotations
 
 from types import TracebackType

@@ -431,7 +431,7 @@ class _ForwardCall:
         return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
-        """Return the number of leading tokens at which all rows equal ``loaded``."""
+        """Count the leading tokens at which all rows equal ``loaded``."""
         length = min(len(loaded), self.tokens)
         differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
         for row, shift in enumerate(self.shifts):

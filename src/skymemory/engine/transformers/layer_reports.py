@@ -1,5 +1,3 @@
-"""Progress reports of a model's forward passes, by layer."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

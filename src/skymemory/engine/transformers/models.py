@@ -186,7 +186,7 @@ class ReadyModel:
 
 
 def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
-    """Return the model called ``name``, or saved in this folder. Raises InvalidInput if there is neither.
+    """Return the model called ``name``, or saved in this folder.
 
     ``seed``: of random weights; ``report`` receives the share drawn or loaded.
     """

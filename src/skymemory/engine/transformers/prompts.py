@@ -84,9 +84,7 @@ def _needed(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTr
 
 
 def flat_ids(ids: TokenIds) -> Tokens:
-    """Return token ids as a flat int64 array. Raises InvalidInput unless they are a single sequence of whole
-    numbers.
-    """
+    """Return the ids of a single sequence of whole numbers as a flat int64 array."""
     array = _flat(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInput(
@@ -108,7 +106,7 @@ def _flat(values: Any) -> npt.NDArray[Any]:
 
 
 def shared_prefix(known_ids: Tokens, ids: Tokens) -> int:
-    """Return the number of leading tokens that are equal."""
+    """Count the equal leading tokens."""
     length = min(len(known_ids), len(ids))
     differing = np.flatnonzero(known_ids[:length] != ids[:length])
     return int(differing[0]) if len(differing) else length

@@ -155,7 +155,7 @@ def _row_count(layout: KVLayout) -> int:
 
 
 def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
-    """Return float32 rows. Raises InvalidInput for another size, NaN or infinity."""
+    """Return float32 rows."""
     if block.nbytes != layout.block_bytes:
         raise InvalidInput(f"a block of {block.nbytes} bytes, the layout says {layout.block_bytes}")
     numbers = torch.frombuffer(block, dtype=TORCH_DTYPES[layout.dtype])
@@ -168,7 +168,7 @@ def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
 def _parts(
     payload: bytes | bytearray | memoryview, layout: KVLayout, dtype: torch.dtype, scales: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return numbers (rows, head_dim) and columns per row. Raises MalformedPacket if the size or a scale is wrong."""
+    """Return numbers (rows, head_dim) and columns per row."""
     rows = _row_count(layout)
     numbers = rows * layout.head_dim
     view = memoryview(payload).cast("B")

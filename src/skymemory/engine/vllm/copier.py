@@ -239,7 +239,7 @@ class TorchCopier:
         return [memory[at * size_bytes :][:size_bytes] for at in range(count)]
 
     def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
-        """Queue a gather of the blocks on the device and its copy into ``out``; return the mark of its end."""
+        """Queue a gather of the blocks on the device and its copy into ``out``."""
         import torch
 
         slot = self._reads[self._turn]
@@ -257,9 +257,7 @@ class TorchCopier:
         return slot.free
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
-        """Queue a copy of ``value``'s blocks, less the first ``skipped`` of ``of``, into ``blocks``; return the mark of
-        its end.
-        """
+        """Queue a copy of ``value``'s blocks, after the first ``skipped`` of ``of``, into ``blocks``."""
         import torch
 
         size_bytes = len(blocks) * self.block_bytes
@@ -334,10 +332,7 @@ def copier_of(
     *,
     staging_bytes: int = STAGING_BYTES,
 ) -> BlockCopier:
-    """Return a copier for the tensors that vLLM registers, by layer name; values have up to ``value_blocks``.
-
-    Raises InvalidInput if no dimension is that of the ``blocks``, layers differ in size, or the device is unsupported.
-    """
+    """Return a copier for the tensors that vLLM registers, by layer name; values have up to ``value_blocks``."""
     import torch
 
     layers = [_by_block(name, caches[name], blocks) for name in sorted(caches, key=_natural)]
@@ -355,11 +350,7 @@ def copier_of(
 
 
 def states_of(name: str, cache: Any, blocks: int, size_bytes: int) -> Any:
-    """Return a layer's states as a tensor of bytes ``(blocks, size_bytes)``.
-
-    Raises:
-        InvalidInput: the states of a block do not lie in a row.
-    """
+    """Return a layer's states as a tensor of bytes ``(blocks, size_bytes)``; refuse states of a block not in a row."""
     import torch
 
     states = list(cache) if isinstance(cache, list | tuple) else [cache]

@@ -122,7 +122,7 @@ def _attention(config: Any, spec: Any) -> str:
 
 
 def weights_digest(model: Any, load_format: object) -> str:
-    """Return the digest of the model's files of weights. Raises InvalidInput without such files."""
+    """Return the digest of the model's files of weights."""
     load_format = str(getattr(load_format, "value", load_format))
     if load_format == "dummy":
         return f"dummy weights, seed {model.seed}"
@@ -230,11 +230,7 @@ class EngineReport:
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> EngineReport:
-        """Read the report of the last start in these lines of a log.
-
-        Raises:
-            InvalidInput: no engine started, with the reason if the connector refused.
-        """
+        """Read the report of the last start in these lines of a log."""
         report: EngineReport | None = None
         refused = ""
         for line in lines:

@@ -50,11 +50,7 @@ class ConnectorSettings:
 
 
 def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict[str, Any]:
-    """Return vLLM's ``--kv-transfer-config``: a ``producer`` only saves, a ``consumer`` only loads.
-
-    Raises:
-        InvalidInput: what ``ConnectorSettings.read`` refuses.
-    """
+    """Return vLLM's ``--kv-transfer-config``: a ``producer`` only saves, a ``consumer`` only loads."""
     ConnectorSettings.read(extra_config)
     return {
         "kv_connector": "SkyMemoryConnector",

@@ -33,7 +33,7 @@ from skymemory.kv.context import CacheContext
 
 
 class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
-    """Secondary tier. Raises InvalidInput for a wrong option."""
+    """Secondary tier that keeps vLLM's chunks in any store."""
 
     medium = Medium.STORAGE
 

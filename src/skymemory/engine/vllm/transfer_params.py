@@ -36,7 +36,7 @@ class TransferParams:
 
     @classmethod
     def read(cls, params: object) -> TransferParams:
-        """Read and check the parameters. Raises InvalidInput for a wrong type, or a value below 0."""
+        """Read and check the parameters."""
         if params is None:
             return cls()
         if not isinstance(params, Mapping):

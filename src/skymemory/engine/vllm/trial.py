@@ -58,11 +58,7 @@ def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blo
 
 
 def check_interface(ours: type, theirs: type, added: Iterable[str] = ()) -> None:
-    """Compare a connector's methods with those of vLLM's base class; ``added``: only in ``ours``.
-
-    Raises:
-        InvalidInput: vLLM no longer has a method, or calls it with other arguments.
-    """
+    """Refuse a vLLM whose base class lacks a method of ``ours`` (except ``added``) or calls it with other arguments."""
     for name, method in vars(ours).items():
         if name.startswith("_") or name in added or not callable(getattr(ours, name)):
             continue

@@ -1,1 +1,0 @@
-"""Codecs of KV blocks, each with its measured size and loss."""

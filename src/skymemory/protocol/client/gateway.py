@@ -92,11 +92,7 @@ class Gateway:
 
 
 def access_named(name: str) -> Access:
-    """Return an access mode; earlier releases call ``ideal`` ``los``.
-
-    Raises:
-        InvalidInput: no such mode.
-    """
+    """Return an access mode; earlier releases call ``ideal`` ``los``."""
     access = next((mode for mode in ACCESS_MODES if name == mode), None)
     if access is None and name != IDEAL_ONCE:
         raise InvalidInput(f"access {name!r}; {suggestion(name, ACCESS_MODES)}")

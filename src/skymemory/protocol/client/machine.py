@@ -364,7 +364,6 @@ class ClientMachine:
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
-            InvalidInput: a strategy or number of servers that is not available.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
         if self._peers.suspects and (chunks := striping.chunks_of(memoryview(value).nbytes)):
@@ -756,11 +755,7 @@ class ClientMachine:
             self._on_stored(request, transfer, range(first, first + stride * count, stride), credit, now_s)
 
     def _receive_control(self, view: memoryview, now_s: float) -> None:
-        """Process any other packet whose checksums are right.
-
-        Raises:
-            MalformedPacket: its fields are invalid.
-        """
+        """Process any other packet whose checksums are right."""
         packet = parse_packet(view)
         header = packet.header
         speaker = SatelliteId(header.source.plane, header.source.slot)

@@ -75,11 +75,7 @@ class ValueInfo:
     set_moves: Moves
 
     def check(self) -> None:
-        """Check numbers from an index or a probe.
-
-        Raises:
-            InvalidInput: the numbers contradict each other.
-        """
+        """Refuse numbers, from an index or a probe, that contradict each other (InvalidInput)."""
         fits = 0 < self.chunk_bytes <= MAX_CHUNK_BYTES and 0 <= self.value_bytes < 1 << 32
         if not fits or self.chunks != max(1, -(-self.value_bytes // self.chunk_bytes)) or len(self.key) != KEY_BYTES:
             raise InvalidInput(
@@ -89,7 +85,7 @@ class ValueInfo:
 
 
 class Striping(NamedTuple):
-    """Chunk size, strategy, number of servers and of copies with which a value is written."""
+    """Layout with which a value is written; ``replicas`` are its copies."""
 
     chunk_bytes: int
     strategy: int
@@ -260,11 +256,6 @@ class ReadTransfer:
     """Read of a value into ``out``: writable and at least as long, or rows of exactly the value."""
 
     def __init__(self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int) -> None:
-        """Create the transfer.
-
-        Raises:
-            InvalidInput: contradictory ``info``, or a buffer that does not hold the value.
-        """
         info.check()
         if not can_hold(out, info.value_bytes):
             size_bytes = out.size_bytes if isinstance(out, Rows) else len(out)
@@ -471,11 +462,6 @@ class WriteTransfer:
 
     @classmethod
     def of(cls, key: bytes, value: Buffer, striping: Striping, moves: Moves, where: Where) -> WriteTransfer:
-        """Create the write of a value.
-
-        Raises:
-            ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
-        """
         view = memoryview(value).cast("B")
         chunk_bytes, strategy, servers, _ = striping
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:

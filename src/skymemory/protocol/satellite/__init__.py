@@ -1,1 +1,0 @@
-"""Satellite side of the protocol."""

@@ -156,11 +156,7 @@ class LinksBody(NamedTuple):
 
     @classmethod
     def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
-        """Parse a body, without ``known`` packed declarations.
-
-        Raises:
-            MalformedPacket: the body contradicts itself.
-        """
+        """Parse a body, without ``known`` packed declarations."""
         if len(body) < _LINKS.size:
             raise MalformedPacket(f"LINKS of {len(body)} bytes: expected {_LINKS.size} at least")
         count, flags, late, slot_moves, plane_moves, pushed_at_ms = _LINKS.unpack_from(body)

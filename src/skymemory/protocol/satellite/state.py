@@ -58,11 +58,7 @@ class EvictionConfig:
 
 
 def parse_policies(text: str) -> tuple[str, ...]:
-    """Return the names in a list such as ``lazy,gossip``; ``none`` gives no names.
-
-    Raises:
-        InvalidInput: an unknown name, or both ways to gossip.
-    """
+    """Return the names in a list such as ``lazy,gossip``; ``none`` gives no names."""
     names = tuple(dict.fromkeys(name for part in text.lower().split(",") if (name := part.strip())))
     if names == ("none",):
         return ()

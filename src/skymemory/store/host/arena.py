@@ -1,7 +1,7 @@
-"""The folder of a host arena: files that its owner makes and its clients map.
+"""Folder of a host arena: files that its owner makes and its clients map.
 
-A lock on ``directory`` belongs to the owner, a lock on ``pages/N`` to the client that holds values by it: the kernel
-frees both at a process's end, however that comes.
+The owner locks ``directory``, a client the ``pages/N`` by which it holds values: the kernel frees both locks however a
+process ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _PIECE_BYTES = 256 << 20
 
 
 def default_folder() -> Path:
-    """Return this user's folder in shared memory."""
     return Path("/dev/shm") / f"skymemory-{os.getuid()}" / "host"
 
 
 def own_folder(folder: Path) -> None:
-    """Make the folder if it is not there. Raises InvalidInput if another user may write in it."""
+    """Make the folder if absent; refuse a folder in which another user may write."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -54,7 +53,7 @@ def _locked(path: Path, flags: int) -> int | None:
 
 
 class OwnedArena:
-    """Arena of this process: an earlier one of the same size goes on if its owner has ended, else a new one is made.
+    """Arena of this process: an ended owner's arena of the same size, else a new arena.
 
     Raises InvalidInput if another process owns it, or the memory is too small.
     """
@@ -134,11 +133,10 @@ class OwnedArena:
         return path
 
     def pages(self) -> list[int]:
-        """Return the numbers of all pages."""
         return sorted(int(path.name) for path in (self.folder / "pages").iterdir() if path.name.isdigit())
 
     def let_go(self) -> None:
-        """Close a forked child's copy of the descriptor that has the lock."""
+        """Close a forked child's copy of the locked descriptor."""
         os.close(self.fd)
 
     def close(self, keep: bool) -> None:
@@ -151,7 +149,7 @@ class OwnedArena:
 
 
 def reader_of(directory: mmap.mmap, values: mmap.mmap, page: Path) -> native.HostReader:
-    """Return a reader with this page, which stays locked as long as the reader or a value that it holds is in use.
+    """Return a reader with this page, locked while the reader or a value that it holds is in use.
 
     Raises InvalidInput if another process has the page.
     """

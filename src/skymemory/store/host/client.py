@@ -1,4 +1,4 @@
-"""A client of a host arena: values are read where they lie and written where they stay; only control passes the socket.
+"""Client of a host arena: values are read where they lie and written where they stay; only control passes the socket.
 
 Loads need no answer of the owner, so they go on while it is stopped, restarted or gone. Stores need two.
 """
@@ -44,13 +44,13 @@ from skymemory.store.host.server import SOCKET
 _RETRY_S = 1.0
 """Time between attempts to reach an owner that is gone."""
 _LOOK_S = 0.5
+"""Time between checks whether the owner has gone."""
 _NOTHING = memoryview(b"")
-"""Time between looks whether the owner is gone, and another has begun with an arena of its own."""
 
 
 @dataclass(slots=True, eq=False)
 class Mapping:
-    """An arena that is mapped here. Values that are in use keep it mapped."""
+    """Arena mapped here, kept mapped by values in use."""
 
     instance: bytes
     number: int
@@ -118,7 +118,7 @@ class HostStore(RemoteStore):
     # --- the owner ---
 
     def _attach(self, before: Mapping | None = None) -> Mapping:
-        """Connect, and map the arena, unless it is the one that is mapped already."""
+        """Connect, and map the arena unless it is mapped already."""
         path = self._folder / SOCKET
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -201,10 +201,7 @@ class HostStore(RemoteStore):
             yield self._sock is not None or self._reconnect()
 
     def _ask(self, message: bytes) -> memoryview | None:
-        """Return the answer; None if none comes, after which the owner is gone. The lock is held.
-
-        Raises InvalidInput and ValueTooLarge as the owner says.
-        """
+        """Return the answer; None if none comes, after which the owner counts as gone. The lock is held."""
         if self._sock is None and not self._reconnect():
             return None
         assert self._sock is not None
@@ -295,7 +292,7 @@ class HostStore(RemoteStore):
         return ticket
 
     def _fetch(self, keys: Sequence[bytes], held: list[native.HostView | Literal[False] | None]) -> None:
-        """Have what is absent copied into the arena by its owner, and hold it."""
+        """Let the owner copy absent values into the arena, and hold them."""
         absent = [at for at, view in enumerate(held) if view is None]
         if not absent or not self._has_below:
             return
@@ -438,7 +435,7 @@ class HostStore(RemoteStore):
 
     @contextmanager
     def at_once(self) -> Iterator[bool]:
-        """Loads, lookups and leases ask nobody, unless the owner has farther tiers."""
+        """Yield True without farther tiers: calls then ask nobody."""
         yield not self._has_below
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
@@ -472,7 +469,7 @@ class HostStore(RemoteStore):
 
 
 def _opened(answer: bytes) -> memoryview:
-    """Return the answer's body. Raises what the owner refuses; ConnectionError for an answer of another protocol."""
+    """Return the answer's body, or raise what the owner refuses."""
     if not answer:
         raise ConnectionError("the owner has ended")
     status, body = answer[0], memoryview(answer)[1:]

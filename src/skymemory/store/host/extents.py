@@ -49,7 +49,7 @@ class Extents:
         return self._by_size[-1][0] if self._by_size else 0
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Return the begin of an extent, taken from the smallest free one that it fits into; None if none does."""
+        """Return the begin of an extent in the smallest free extent with room; None without."""
         aligned = LARGE_ALIGNED if size_bytes >= LARGE_BYTES else ALIGNED
         for at in range(bisect_left(self._by_size, (size_bytes, 0)), len(self._by_size)):
             free, begin = self._by_size[at]

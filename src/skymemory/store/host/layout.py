@@ -1,8 +1,8 @@
 """Files of a host arena, as they lie in shared memory (``native/host.h`` has the same in C).
 
 ``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table
-(uint32, entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` belongs to one client, which
-alone writes it: the offsets that it holds (leases), and a ring of the offsets that it used. Words are little-endian.
+(uint32, entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` has the offsets that its
+client, the only writer, holds (leases), and a ring of those that it used. Words are little-endian.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEAD_BYTES = 4096
 ENTRY_BYTES = 64
 MAGIC, PAGE_MAGIC = b"SKYHOST1", b"HSKPAGE1"
 CHECKED, EXPIRES = 1 << 32, 1 << 33
-"""Flags beside a value's CRC-32: its owner has compared it; its owner knows until when it lives, no other does."""
+"""Flags beside a value's CRC-32: the owner has compared it; it expires at a time that only the owner knows."""
 HOLDS, USES = 16_384, 4_096
 """Values that a client may hold at a time; uses that it may note before the owner reads them."""
 PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES)
@@ -28,7 +28,7 @@ _PAGE = struct.Struct("<8sQQQQ")
 _BYTES_PER_ENTRY = 4096
 _LEAST_ENTRIES, _MOST_ENTRIES = 4_096, 1 << 26
 _SLACK = 8
-"""The arena is one part in eight larger than its budget: for rounding, and for values that are evicted but held."""
+"""Inverse share by which the arena exceeds its budget: for rounding, and evicted values still held."""
 _LEAST_SLACK_BYTES = 1 << 20
 _PAGE_OF_MEMORY_BYTES = 1 << 21
 
@@ -65,7 +65,7 @@ class ArenaShape:
 
 
 def instance_of(directory: mmap) -> bytes:
-    """Return the random name of the arena, another for each that is made anew."""
+    """Return the arena's random name, new for each arena made."""
     name: bytes = _HEAD.unpack_from(directory)[6]
     return name
 

@@ -1,7 +1,7 @@
 """Messages between a client of a host arena and its owner: one packet each on a Unix socket (SOCK_SEQPACKET).
 
-A request is an operation (one byte) and its body; an answer is a status (one byte) and its body, or an error in words.
-No byte of a value is in them. Numbers are little-endian.
+A request is an operation (one byte) and its body; an answer a status (one byte) and its body, or an error in words.
+Values are not sent. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_BYTES = 128 << 10
 @enum.unique
 class Op(enum.IntEnum):
     HELLO = 1
-    """Version; and the client's number and the arena's instance, if it was connected before (else 0)."""
+    """Version; client's number and arena's instance, if connected before (else 0)."""
     RESERVE = 2
     COMMIT = 3
     TOUCH = 4
@@ -45,14 +45,12 @@ class Op(enum.IntEnum):
 class Status(enum.IntEnum):
     OK = 0
     INVALID = 1
-    """InvalidInput, in words."""
     TOO_LARGE = 2
-    """ValueTooLarge, in words."""
 
 
 HELLO = struct.Struct("<BIQ16s")
 WELCOME = struct.Struct("<Q16sQB")
-"""The client's number, the arena's instance, the bytes of its values, and whether there are farther tiers."""
+"""Client's number, arena's instance, bytes of its values, and 1 if there are farther tiers."""
 BELOW = struct.Struct("<BI")
 _COUNT = struct.Struct("<I")
 _SECONDS = struct.Struct("<d")
@@ -65,7 +63,7 @@ _REFUSED = (1 << 64) - 1
 
 
 class Malformed(ValueError):
-    """The message is not of this protocol."""
+    """Message of another protocol."""
 
 
 def pack_keys(op: Op, keys: Sequence[bytes], seconds: float | None = None) -> bytes:

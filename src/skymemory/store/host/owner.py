@@ -1,7 +1,7 @@
-"""The owner of a host arena: the store whose values all processes of this computer can read where they lie.
+"""Owner of a host arena: the store whose values all processes of this computer read where they lie.
 
 Clients read without asking (``native/host_reader.c``). The owner alone writes the directory: it gives out room, enters
-values, evicts. Memory of a value that left the directory is used again once no page of a client holds it.
+values, evicts. A value's memory is reused once it left the directory and no client's page holds it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Extent:
 
 @dataclass(slots=True)
 class Client:
-    """A process that maps the arena. ``connected`` ends with its socket; its holds count until its process ends."""
+    """Process that maps the arena. ``connected`` ends with its socket; its holds count until its process ends."""
 
     number: int
     path: Path
@@ -56,12 +56,12 @@ class Client:
     seen_uses: int = 0
     reservations: dict[int, Reservation] = field(default_factory=dict)
     orphans: list[Extent] = field(default_factory=list)
-    """Room that was reserved when its socket ended: it may still be writing there, until it connects again or ends."""
+    """Room reserved when its socket ended: it may still write there, until it connects again or ends."""
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Room that a client writes into; the extents are its own until it commits, gives up or ends."""
+    """Room for a client's writes: its own until it commits, gives up or ends."""
 
     ticket: StoreTicket
     granted: list[bool]
@@ -104,7 +104,7 @@ class ArenaStore(BudgetedStore):
         self._directory = native.HostDirectory(self._arena.directory)
         self._clients: dict[int, Client] = {}
         self._held_since_s: dict[bytes, float] = {}
-        """Keys that clients hold and that are therefore not evicted, and since when."""
+        """Keys that clients hold, so not evicted, and since when."""
         self._extents: dict[bytes, Extent] = {}
         self._keys: dict[int, bytes] = {}
         """Key of the value at each offset."""
@@ -189,7 +189,7 @@ class ArenaStore(BudgetedStore):
         return client
 
     def connect(self, number: int = 0, instance: bytes = b"") -> Client:
-        """Return a new client, or that of this number if it was there before in this arena."""
+        """Return a new client, or this arena's disconnected client of this number."""
         with self._open():
             client = self._clients.get(number)
             if client is None or client.connected or instance != self.instance:
@@ -222,7 +222,7 @@ class ArenaStore(BudgetedStore):
         return held
 
     def _learn_of_clients(self) -> None:
-        """Count what clients used, and protect what they hold from eviction, for as long as a lease lasts."""
+        """Count clients' uses; protect what they hold from eviction for a lease's time."""
         now_s = self._clock()
         self._drop_ended()
         others = [client for client in self._clients.values() if client is not self._own]
@@ -245,7 +245,7 @@ class ArenaStore(BudgetedStore):
     # --- room ---
 
     def _free_extents(self, extents: Sequence[Extent]) -> None:
-        """Free extents that are in the directory no more; those that a client holds are quarantined."""
+        """Free extents no longer in the directory; quarantine those that a client holds."""
         if not extents:
             return
         held = self._held_offsets()
@@ -262,7 +262,7 @@ class ArenaStore(BudgetedStore):
                 self._free.free(offset, self._quarantined.pop(offset))
 
     def _allocate(self, size_bytes: int) -> Extent | None:
-        """Return room, evicting more than the budget asks for if the free room is in pieces; None if there is none."""
+        """Return room, evicting more than the budget demands if free room is in pieces; None without."""
         offset = self._free.allocate(rounded(size_bytes))
         if offset is None:
             self._free_quarantined()
@@ -426,7 +426,7 @@ class ArenaStore(BudgetedStore):
     ) -> tuple[list[bool], dict[bytes, Place | None]]:
         """Enter the values of a reservation, by the CRC-32 of each (None: not written).
 
-        Return True for each that is stored, and the places of those.
+        Return True for each stored, and their places.
         """
         with self._open():
             reservation = client.reservations.get(number)

@@ -1,6 +1,6 @@
 """Socket of a host arena's owner: a thread that answers its clients, one message at a time.
 
-A client that does not read its answers is disconnected, so that it cannot hold up the others.
+A client that does not read its answers is disconnected: it would hold up the others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("skymemory.store.host")
 
 SOCKET = "socket"
 _CHECKED_AT_ONCE = 16
-"""Values that are compared with their checksums before messages are looked at again."""
+"""Values compared with their checksums between looks at messages."""
 _TICK_S = 1.0
 _END_S = 5.0
 _FETCH_S = 10.0
-"""How long a client waits for what another one fetches."""
+"""Longest wait of a client for another's fetch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class ArenaServer:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._unchecked: deque[bytes] = deque()
-        """Keys of values that no one has compared with their checksums yet."""
+        """Keys of values not yet compared with their checksums."""
         self._stored: queue.SimpleQueue[dict[bytes, Place | None] | None] = queue.SimpleQueue()
         """Values of clients that farther tiers lack."""
         self._fetching = KeyLocks()

@@ -37,7 +37,7 @@ class Catalog:
         self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys present; probes what the index may lack."""
+        """Count the leading keys present; probe what the index may lack."""
         self._learn_order(keys)
         if self.index is not None and self._rebuilder is not None:
             indexed = self.index.longest_prefix(keys)

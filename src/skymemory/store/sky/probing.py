@@ -63,7 +63,7 @@ class PrefixSearch:
 
     @property
     def result(self) -> int:
-        """Return the number of leading blocks present; InvalidInput before ``done``."""
+        """Number of leading blocks present; InvalidInput before ``done``."""
         if not self.done:
             raise InvalidInput("the search is not done: feed the answers of next_probe() first")
         return self._boundary
@@ -171,8 +171,8 @@ _EARLIER_BOXES = 8
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Return the number of leading keys present, also with holes; ``find`` returns those present. Its first call has
-    the first key: enough for an unknown prompt.
+    """Count the leading keys present, also with holes; ``find`` returns those present. Its first call has the first
+    key: enough for an unknown prompt.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
@@ -344,7 +344,7 @@ class IndexRebuilder:
         return infos, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in infos)
 
     def prefix(self, keys: Sequence[bytes], known: int) -> int:
-        """Return the number of leading keys present; the first ``known`` are indexed."""
+        """Count the leading keys present; the first ``known`` are indexed."""
         if self.absent(keys[known]):
             return known
         candidates = list(keys[known:])
@@ -370,7 +370,6 @@ class IndexRebuilder:
             self._absent.pop(key, None)
 
     def _probe(self, keys: list[bytes]) -> dict[bytes, ValueInfo]:
-        """Probe keys; enter values found, remember the others as absent."""
         infos, certain = self._prober.search(keys)
         self.keys_probed += len(keys)
         self._remember((key for key in keys if key not in infos), certain)

@@ -511,7 +511,6 @@ class SharedIndex:
             self._copy_from_replaced()
 
     def _copy_from_replaced(self) -> None:
-        """Copy new records of replaced journals."""
         for old in list(self._old):
             new_bytes = os.fstat(old.fd).st_size - old.taken_bytes
             if new_bytes <= 0:

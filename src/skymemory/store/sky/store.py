@@ -89,7 +89,7 @@ class SkySettings:
 
     @property
     def strategy_code(self) -> int:
-        """Return the number on the wire; InvalidInput if unknown."""
+        """Return the number on the wire."""
         code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
@@ -455,7 +455,7 @@ class ConstellationStore(RemoteStore):
         return [promised.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values (infinite: never). True if all their satellites promise."""
+        """Expire values. True if all their satellites promise."""
         keys = self._check(keys)
         until_s = 0.0 if math.isinf(check_ttl(ttl_s)) else max(self._driver.now_s() + ttl_s, 0.001)
         promised = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
@@ -488,7 +488,7 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: no longer readable; None: delete it again."""
+        """Delete values. None: delete it again."""
         keys = self._check(keys)
         with self._writing.exclusive(keys):
             infos, certain = self._catalog.search(keys)
