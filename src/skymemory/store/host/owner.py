@@ -265,6 +265,7 @@ class ArenaStore(BudgetedStore):
         """Return room, evicting more than the budget demands if free room is in pieces; None without."""
         offset = self._free.allocate(rounded(size_bytes))
         if offset is None:
+            self._drop_ended()
             self._free_quarantined()
             offset = self._free.allocate(rounded(size_bytes))
         while offset is None:
@@ -372,7 +373,8 @@ class ArenaStore(BudgetedStore):
             granted = self._inventory.take_store(ticket, started_s)
             items = {key: value for (key, value), ok in zip(ticket.items, granted, strict=True) if ok}
             places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
-            self._learn_of_clients()
+            if self._inventory.excess_bytes > 0:  # the reservation counts
+                self._learn_of_clients()
             count, victims = self._inventory.in_the_way([(key, size_of(value)) for key, value in items.items()])
             self._counters.add("refused", len(items) - count)
             self._evict(victims)
@@ -409,7 +411,8 @@ class ArenaStore(BudgetedStore):
         with self._open():
             largest = self._arena.shape.values_bytes
             sized = [(key, memoryview(self._arena.values)[: min(size, largest)]) for key, size in items]
-            self._learn_of_clients()
+            if self._inventory.excess_bytes + sum(size for _, size in items) > 0:
+                self._learn_of_clients()
             ticket, granted = self._inventory.open_store(sized, places, self._clock(), self._lease_s, self._name)
             self._counters.add("refused", granted.count(False))
             self._evict(self._inventory.victims_for(self._inventory.excess_bytes) or [])
