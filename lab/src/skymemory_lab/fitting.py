@@ -47,11 +47,7 @@ class DecodeCell:
 
 
 def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
-    """Return cells with doubling lengths, and a held-out length between any two.
-
-    Raises:
-        InvalidInput: fewer than three lengths, or invalid shares.
-    """
+    """Return cells with doubling lengths, and a held-out length between any two."""
     if least < 8 or most < 4 * least:
         raise InvalidInput(
             f"prompts of {least} to {most} tokens: expected at least 8, and the longest at least 4 times the shortest"
@@ -69,11 +65,7 @@ def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[Prefil
 
 
 def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
-    """Return cells for batches of 1, 2, 4, …; batches in between and every second context are held out.
-
-    Raises:
-        InvalidInput: fewer than two batches or contexts.
-    """
+    """Return cells for batches of 1, 2, 4, …; batches in between and every second context are held out."""
     if most_batch < 2 or len(contexts) < 2 or min(contexts) < 1 or sorted(set(contexts)) != list(contexts):
         raise InvalidInput("expected a largest batch of at least 2, and at least two contexts, ascending")
     batches = [1]
@@ -96,10 +88,10 @@ def cut(prompt: Prompt, share: float) -> Prompt:
 
 
 class Measurement:
-    """Measurement of an engine's prefill and decoding. A failed request raises SkyMemoryError.
+    """Measurement of an engine; a failed request raises SkyMemoryError.
 
     ``on_progress`` receives the phase and the fraction done. ``spent``: measure processor time, which other load hardly
-    changes, instead of wall-clock time.
+    changes.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ def find_passes(
 ) -> Passes:
     """Return all passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction).
 
-    ``progress`` gets the number of satellites done and their total.
+    ``progress`` gets the satellites done and their total.
 
     Raises:
         InvalidInput: mask or duration is out of range.

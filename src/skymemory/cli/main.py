@@ -237,7 +237,6 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _end_with_stdin() -> None:
-    """End this process when its standard input is closed."""
     import signal
     import threading
     import time

@@ -1,4 +1,4 @@
-"""Admission control: the rule of the settings, and the 429 response.
+"""Admission control, which answers 429.
 
 A rule judges the estimated time to first token; the time between tokens is only measured. All is decided before the
 prefill, so that no refusal wastes it.
@@ -22,7 +22,7 @@ CODE = "overloaded"
 """``code`` of the error body; an exceeded quota has another."""
 
 DECISION_HEADER = "x-skymemory-decision"
-"""Request header that asks for the routing decision; the response has it as JSON in the same header."""
+"""Header that asks for the routing decision, and has it as JSON in the response."""
 
 DECODE_RULES = ("baseline", "early", "predicted")
 
@@ -54,11 +54,7 @@ def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> s
 
 
 def rule_of(settings: Settings) -> Admission:
-    """Return the admission rule.
-
-    Raises:
-        InvalidInput: an unknown rule or option, no promised time, or a strategy without estimates.
-    """
+    """Return the admission rule."""
     chosen = settings.admission
     if chosen.rule == "all" and not chosen.fair and not chosen.options:
         return AdmitAll()

@@ -149,11 +149,7 @@ def new_key(secret: bytes) -> str:
 
 
 def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
-    """Add a key, and its tenant if new.
-
-    Raises:
-        InvalidInput: an invalid file or name.
-    """
+    """Add a key, and its tenant if new."""
     known = api_keys_from(source).tenants
     added = "" if not source or source.endswith("\n") else "\n"
     if tenant not in known:
@@ -235,7 +231,7 @@ class ApiKeys:
         return tenant
 
     def acquire(self, tenant: Tenant, tokens: float, now_s: float) -> QuotaLease:
-        """Charge a request to its tenant. ``tokens`` is the estimate.
+        """Charge a request's estimated ``tokens`` to its tenant.
 
         Raises:
             QuotaExceeded: nothing was charged.

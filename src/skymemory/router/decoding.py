@@ -67,11 +67,7 @@ class DecodeServers(Indexed):
 
 
 def decode_picker(settings: Settings) -> Picker:
-    """Return the picker of the decode servers: by the time between tokens with a cost model, else by requests.
-
-    Raises:
-        InvalidInput: the cost model cannot be read.
-    """
+    """Return the picker of the decode servers: by the time between tokens with a cost model, else by requests."""
     fleet = Fleet()
     ranking = LeastLoad() if settings.cost is None else LeastTbt(read_cost(settings.cost), fleet)
     return Picker(fleet, DecodeServers(fleet, ranking), settings.seed + 1)

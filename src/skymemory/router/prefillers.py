@@ -40,7 +40,6 @@ class Prefillers:
                 self._names.add((host.lower(), port))
 
     def allow(self, host: str, port: int) -> bool:
-        """Return True if an entry allows the server."""
         try:
             address = ip_address(host)
         except ValueError:

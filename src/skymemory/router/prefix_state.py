@@ -46,11 +46,7 @@ class PrefixState:
     """Strategy (``scorer``) and its index. Start and close it in the same event loop."""
 
     def __init__(self, settings: Settings, fleet: Fleet, keys: KeyRing | None = None) -> None:
-        """Create the strategy. ``keys`` authenticate replicas.
-
-        Raises:
-            InvalidInput: an unknown strategy or option, or settings that it cannot use.
-        """
+        """``keys`` authenticate replicas."""
         self._settings = settings
         self._fleet = fleet
         self._kind = kind_of_blocks(settings)
@@ -165,11 +161,7 @@ class PrefixState:
 
 
 def kind_of_blocks(settings: Settings) -> str:
-    """Name how prompts are cut into blocks: only hashes of equal kinds compare.
-
-    Raises:
-        InvalidInput: the tokenizer's file cannot be read.
-    """
+    """Name how prompts are cut into blocks: only hashes of equal kinds compare."""
     prompts = settings.prompts
     if prompts.tokenizer is None:
         return f"bytes-{prompts.block_bytes}"

@@ -98,7 +98,7 @@ class RequestQueue:
     """Priority queue with fair shares. No I/O; not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """Create a queue. ``weights`` are 1 by default; only their tenants are named in ``figures``."""
+        """``weights`` are 1 by default; only their tenants are named in ``figures``."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0  # tokens of the waiting entries
@@ -182,7 +182,6 @@ class RequestQueue:
         return entry
 
     def expire(self, now_s: float) -> list[tuple[QueueEntry, Refusal]]:
-        """Remove and return overdue entries."""
         self._collect_overdue(now_s)
         expired, self._overdue_entries = self._overdue_entries, []
         return expired

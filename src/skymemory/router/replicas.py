@@ -61,7 +61,6 @@ class RedisReplicas:
     server is trusted.
 
     Raises:
-        InvalidInput: an invalid address.
         MissingExtra: redis-py is not installed.
     """
 

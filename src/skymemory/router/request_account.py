@@ -29,7 +29,7 @@ class DeferredWork:
     """Executor of accounting in order: at once or, so that no response waits, when the event loop is idle."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
-        """Create it. ``on_fault`` is called for each exception."""
+        """``on_fault`` is called for each exception."""
         self.schedule: Callable[[Work], object] | None = None
         self._on_fault = on_fault
         self._pending: deque[Work] = deque()

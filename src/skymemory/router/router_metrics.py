@@ -109,7 +109,7 @@ class ProxyMetrics:
         role_of: Callable[[str], str],
         is_ejected: Callable[[str], bool],
     ) -> None:
-        """Create the metrics. ``decode``: separate decode servers; gauges then have a role label."""
+        """``decode``: separate decode servers; gauges then have a role label."""
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}

@@ -590,11 +590,7 @@ def _backend(value: object) -> Mapping[str, Any]:
 
 
 def read_cost(file: Path) -> CostModel:
-    """Return the cost model in ``file`` (JSON or TOML), or the preset of that name.
-
-    Raises:
-        InvalidInput: unreadable, or no cost model.
-    """
+    """Return the cost model in ``file`` (JSON or TOML), or the preset of that name."""
     if str(file) in PRESETS and not file.exists():
         return PRESETS[str(file)]
     try:

@@ -13,7 +13,6 @@ Stamp = tuple[int, int, int]
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """Cancel and await tasks; drop their exceptions."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

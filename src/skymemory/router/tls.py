@@ -24,11 +24,7 @@ class Certificate:
     """Certificate of the HTTP proxy, reloaded for new connections."""
 
     def __init__(self, chain: Path, key: Path) -> None:
-        """Load the certificate.
-
-        Raises:
-            InvalidInput: unreadable, no PEM, or another certificate's key.
-        """
+        """Load the certificate."""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.set_alpn_protocols(["http/1.1"])
@@ -75,19 +71,11 @@ class Authorities:
         self._known: dict[Path | None, tuple[Stamp | None, ssl.SSLContext]] = {}
 
     def access(self, url: str, ca: Path | None, key_file: Path | None) -> Access:
-        """Return the access by the current files.
-
-        Raises:
-            InvalidInput: ``ca`` has no readable certificate, or ``key_file`` no key.
-        """
+        """Return the access by the current files."""
         return Access(self.context(url, ca), "" if key_file is None else _key_in(key_file))
 
     def context(self, url: str, ca: Path | None) -> ssl.SSLContext | None:
-        """Return the context, the same until the file changes; None for plain HTTP.
-
-        Raises:
-            InvalidInput: ``ca`` has no readable certificate.
-        """
+        """Return the context, the same until the file changes; None for plain HTTP."""
         if not url.startswith("https:"):
             return None
         try:
@@ -124,11 +112,7 @@ class PemCertificate:
 
 
 def grpc_context(certificate: PemCertificate) -> ssl.SSLContext:
-    """Return a server context for HTTP/2.
-
-    Raises:
-        InvalidInput: chain and key do not match, or are no PEM.
-    """
+    """Return a server context for HTTP/2."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
     try:
@@ -182,11 +166,7 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
 
 
 def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> PemCertificate:
-    """Read PEM files.
-
-    Raises:
-        InvalidInput: unreadable, or no PEM.
-    """
+    """Read PEM files."""
     parts = []
     for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):
         if path is None:

@@ -66,11 +66,7 @@ def add_outputs(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def outputs(paths: Sequence[Path]) -> tuple[Path | None, Path | None]:
-    """Return the table's file and the drawing's.
-
-    Raises:
-        InvalidInput: two of one kind, or neither.
-    """
+    """Return the table's file and the drawing's."""
     from skymemory_lab.view.drawing import drawing_path
 
     tables = [path for path in paths if path.suffix == ".csv"]

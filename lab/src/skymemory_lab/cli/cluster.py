@@ -392,7 +392,6 @@ def _status(directory: Path, *, as_json: bool) -> int:
 
 
 def _ask_roles(state: ClusterState) -> None:
-    """Update the instances' roles from the router."""
     import urllib.error
     import urllib.request
 

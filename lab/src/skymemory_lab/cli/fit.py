@@ -136,7 +136,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ``InvalidInput`` for options that exclude or need each other."""
     settings: FitSettings = args.settings
     if settings.clock == "processor" and (args.url is not None or settings.threads != 1):
         raise InvalidInput("fit: clock = 'processor' needs an engine that is started here, with one thread")
@@ -146,7 +145,7 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Measured:
-    """Measured points; the flag is True if a point is held out from the fit."""
+    """Measured points, True if held out from the fit."""
 
     model: str
     prefills: list[tuple[PrefillPoint, bool]]

@@ -114,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ``InvalidInput`` for options that exclude or need each other."""
     if (args.trace is None) == (args.workload is None):
         raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
@@ -161,7 +160,7 @@ class _RunningReplay:
 
 
 def _replay(args: argparse.Namespace, key: str | None) -> int:
-    """Run and print the replay. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
+    """Run the replay. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
     import asyncio
 
     from skymemory_lab.replay.client import base_url
@@ -370,7 +369,7 @@ async def _known(client: Client, args: argparse.Namespace) -> int | None:
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
-    """Return the counters of all ``urls``; raise ``SkyMemoryError`` if an engine does not report them."""
+    """Return the counters of all ``urls``."""
     import aiohttp
 
     from skymemory_lab.replay.client import base_url

@@ -1,1 +1,1 @@
-"""A serving cluster from a single description: store, prefill and decode instances, router."""
+"""A serving cluster from a single description."""

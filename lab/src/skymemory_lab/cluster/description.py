@@ -179,11 +179,6 @@ class ClusterDescription:
 
 
 def read_description(path: Path) -> ClusterDescription:
-    """Read a cluster's description from a TOML file.
-
-    Raises:
-        InvalidInput: an unreadable file or an invalid description.
-    """
     try:
         return description_of(read_toml(path))
     except InvalidInput as error:

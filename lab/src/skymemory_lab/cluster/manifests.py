@@ -26,11 +26,7 @@ Manifest = dict[str, Any]
 
 
 def manifests(description: ClusterDescription) -> list[Manifest]:
-    """Return all objects in order of dependency.
-
-    Raises:
-        InvalidInput: a store of one computer, or a missing image.
-    """
+    """Return all objects in order of dependency."""
     store = _store(description)
     objects: list[Manifest] = []
     for group in description.instances:

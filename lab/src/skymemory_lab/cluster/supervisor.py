@@ -363,11 +363,7 @@ def end_orphans(state: ClusterState) -> int:
 
 
 def end_supervisor(state: ClusterState, patience_s: float) -> None:
-    """End the supervisor and all services.
-
-    Raises:
-        SkyMemoryError: it did not end within ``patience_s``.
-    """
+    """End the supervisor and all services."""
     record = ProcessRecord(state.pid, state.start)
     record.send_signal(signal.SIGTERM)
     deadline_s = time.monotonic() + patience_s

@@ -128,7 +128,7 @@ _AROUND = 1.2  # factor for the work between the runs, measured on two cores of 
 
 
 def run_cake(args: argparse.Namespace, progress: Progress) -> int:
-    """Run the demo. Return 1 if the three ways gave different tokens or did not work as intended."""
+    """Return 1 if the three ways gave different tokens or did not work as intended."""
     transformers_logging.set_verbosity_error()
     with progress.wait("building a model with random weights", 1.0):
         runs = CakeRuns(args)

@@ -288,7 +288,7 @@ class Moment:
 # (arrives, begins, first token, ends), and a heap merges them. ``at`` applies all events up to a time to a single
 # ``Moment``, so the cost of a frame depends on the events since the last frame, not on the whole run.
 class Playback:
-    """Playback of a run. Time only increases."""
+    """Playback; its time only increases."""
 
     def __init__(self, run: ClusterRun, prefills: int, decodes: int, slo: Slo) -> None:
         self.moment = Moment([0] * prefills, [0] * prefills, [0] * decodes)

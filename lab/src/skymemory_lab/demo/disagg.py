@@ -80,7 +80,7 @@ class DisaggRow:
 
 
 def run_disagg(args: argparse.Namespace) -> int:
-    """Run the demo. Return 1 if an answer failed or differed, nothing was moved, or a refusal cost a prefill."""
+    """Return 1 if an answer failed or differed, nothing was moved, or a refusal cost a prefill."""
     own = args.engine == "own" or (args.engine is None and not args.python.is_file())
     python = args.python if own else python_of_vllm(args.python, "; --engine own does without")
     if args.model is not None:

@@ -29,7 +29,6 @@ class Estimate:
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)
 
     def seconds_of(self, name: str) -> float:
-        """Return the corrected seconds of the next part of this name."""
         for part in self._waiting:
             if part.name == name:
                 return self._corrected_s(part)

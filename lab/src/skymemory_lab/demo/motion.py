@@ -553,7 +553,7 @@ def _random_values(seed: int, copies: int, size_bytes: int) -> dict[bytes, bytes
 
 
 def run_motion(args: argparse.Namespace) -> int:
-    """Run the demo. Return 0 if the report ``is_sound``."""
+    """Return 0 if the report ``is_sound``."""
     if not LEAST_SECONDS <= args.seconds <= MOST_SECONDS:
         raise InvalidInput(f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     if not 0 < args.speed <= 2000:

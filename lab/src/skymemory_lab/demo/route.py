@@ -264,7 +264,7 @@ async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], see
 
 
 def run_route(args: argparse.Namespace) -> int:
-    """Run the demo. Return 0 if every request got one complete answer under every strategy."""
+    """Return 0 if every request got one complete answer under every strategy."""
     progress = Progress(sys.stderr if args.json else sys.stdout)
     screen = Screen(progress.stream, progress.began_s)
     progress.say("four engines are started, and their speed is measured, which decides how long the prompts are")
@@ -400,7 +400,6 @@ def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[OfferedLoad]
 
 
 async def _until_interrupted(work: Any) -> Any:
-    """Await ``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

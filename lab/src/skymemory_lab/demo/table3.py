@@ -92,7 +92,7 @@ def _check_input(args: argparse.Namespace, document: str) -> None:
 
 
 def run_demo(args: argparse.Namespace, document: str) -> int:
-    """Run the demo. Return 0 if the identity check held and every codec got its tokens from the satellites."""
+    """Return 0 if the identity check held and every codec got its tokens from the satellites."""
     _check_input(args, document)
     progress = Progress(sys.stderr if args.json else sys.stdout)
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S

@@ -39,7 +39,7 @@ _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "Wha
 
 
 def run_vllm(args: argparse.Namespace) -> int:
-    """Run the demo. Return 1 if the second server loaded nothing or answered differently."""
+    """Return 1 if the second server loaded nothing or answered differently."""
     if args.model is None:
         check_engine_installed("small")
     else:

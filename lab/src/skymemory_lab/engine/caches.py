@@ -135,7 +135,6 @@ class PrefixCaches:
         self._publish()
 
     def clear(self) -> int:
-        """Delete all blocks; return their number."""
         count = len(self._held)
         self._store.delete([*self._held, *self._windowed])
         self._held.clear()

@@ -24,9 +24,6 @@ class KVPublisher:
     """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay.
 
     A replay request holds a sequence number. The answer is the kept batches from it on, then the number -1.
-
-    Raises:
-        InvalidInput: an endpoint cannot be bound.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str) -> None:

@@ -180,11 +180,7 @@ def run_engine(
     listener: socket.socket | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; the first line for ``say`` has the address.
-
-    Raises:
-        InvalidInput: the address cannot be bound, or the settings are invalid.
-    """
+    """Serve until SIGINT or SIGTERM; the first line for ``say`` has the address."""
     # Bound before the model is loaded, so that an error shows quickly.
     with listener or bound(settings.host, settings.port) as listening:
         engine = Engine(settings, progress)
@@ -278,7 +274,6 @@ def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]
     """Run ``count`` engines, at consecutive ports if ``settings`` has a port, until this process ends in any way.
 
     Raises:
-        InvalidInput: an address cannot be bound, or all engines would share a KV event endpoint.
         SkyMemoryError: an engine failed; the others were stopped.
     """
     for endpoint in (settings.kv_events, settings.kv_replay) if settings.kv_events is not None else ():

@@ -302,7 +302,6 @@ class EngineThread:
         self._keep(running)  # already computed: a repeated request will hit it
 
     def _guarded(self, running: _Running, act: Callable[[_Running], None]) -> None:
-        """Run ``act``; an exception ends only this request."""
         try:
             act(running)
         except Exception as error:

@@ -1,1 +1,1 @@
-"""Load generator: sends a trace's requests to any OpenAI endpoint at their arrival times, and reports the outcomes."""
+"""Load generator for any OpenAI endpoint."""

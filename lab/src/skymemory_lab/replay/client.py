@@ -41,18 +41,13 @@ class Target:
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
     def body(self, prompt: Prompt, output_tokens: int) -> bytes:
-        """Return the body of a greedy streaming request."""
         prompt_fields = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         options = {"max_tokens": output_tokens, "temperature": 0, "stream": True, **self.features}
         return json.dumps({"model": self.model, **prompt_fields, **options}).encode()
 
 
 def base_url(text: str) -> str:
-    """Return ``text`` without /v1 and the path after it.
-
-    Raises:
-        InvalidInput: not an http address.
-    """
+    """Return ``text`` without /v1 and the path after it."""
     url = without_api_path(text)
     if not url.startswith(("http://", "https://")) or len(url.partition("://")[2]) < 1:
         raise InvalidInput(f"{text!r}: expected an address such as http://127.0.0.1:8000")
@@ -121,11 +116,7 @@ class Client:
         return outcomes[0]
 
     async def models(self) -> list[tuple[str, int | None]]:
-        """Return the listed models, with their context lengths if reported.
-
-        Raises:
-            SkyMemoryError: no list.
-        """
+        """Return the listed models, with their context lengths if reported."""
         url = f"{self.target.url}/v1/models"
         try:
             timeout = aiohttp.ClientTimeout(total=min(10.0, self.target.patience_s))

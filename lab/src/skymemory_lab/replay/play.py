@@ -127,12 +127,7 @@ class Endpoint:
 
 
 async def find_model(client: Client, model: str | None) -> Endpoint:
-    """Choose the model and set it in the client.
-
-    Raises:
-        InvalidInput: several models and none named, or an unknown model.
-        SkyMemoryError: the endpoint lists no model.
-    """
+    """Choose the model and set it in the client."""
     listed = await client.models()
     names = [name for name, _ in listed]
     if model is None and len(listed) != 1:
@@ -145,11 +140,7 @@ async def find_model(client: Client, model: str | None) -> Endpoint:
 
 
 async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tuple[ReplayOutcome, tuple[str, ...]]:
-    """Send a probe with the most ``FEATURES`` that the endpoint accepts; return the answer, and notes.
-
-    Raises:
-        SkyMemoryError: no request succeeds.
-    """
+    """Send a probe with the most ``FEATURES`` that the endpoint accepts; return the answer, and notes."""
     for features in FEATURES:
         client.target = replace(client.target, features=features)
         outcome = await client.probe(prompt, _PROBE_ANSWER, clock)
@@ -170,11 +161,7 @@ async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tu
 async def calibrate(
     client: Client, words: Sequence[str], seed: int, context_tokens: int | None, clock: Clock
 ) -> tuple[TokensPerWord, tuple[str, ...]]:
-    """Measure the endpoint's tokens per word.
-
-    Raises:
-        SkyMemoryError: the endpoint does not answer, or reports no usage.
-    """
+    """Measure the endpoint's tokens per word."""
     most = PROBE_WORDS if context_tokens is None else min(PROBE_WORDS, context_tokens // 4)
     short, long = probes(words, seed, max(8, most))
     first, notes = await negotiate_features(client, short, clock)

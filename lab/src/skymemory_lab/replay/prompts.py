@@ -36,11 +36,7 @@ def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tu
 
 
 def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> TokensPerWord:
-    """Compute the ratio from both probes.
-
-    Raises:
-        SkyMemoryError: implausible counts.
-    """
+    """Compute the ratio from both probes."""
     short_words, long_words = len(short.split()), len(long.split())
     per_word = (long_tokens - short_tokens) / (long_words - short_words)
     if not 0.05 <= per_word <= 50 or short_tokens < 1:
@@ -100,9 +96,6 @@ def plan_requests(
 
     Lengths are multiplied by ``scale``, then limited. Requests beyond ``context_tokens``, ``span_s`` or ``most`` are
     dropped.
-
-    Raises:
-        InvalidInput: an invalid scale or limit, or no request left.
     """
     if not 0 < scale < 1e6:
         raise InvalidInput(f"lengths cannot be scaled by {scale:g}: expected a factor above 0, such as 0.05")
@@ -205,11 +198,7 @@ def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWo
 
 
 def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePrompt:
-    """Make prompts of token ids, of exactly the planned length.
-
-    Raises:
-        InvalidInput: fewer than 16 ids.
-    """
+    """Make prompts of token ids, of exactly the planned length."""
     if first < 0 or last - first < 15:
         raise InvalidInput(f"token ids {first} to {last}: expected at least 16, none below 0")
     pieces = Pieces(last - first + 1, block_tokens, seed)

@@ -444,11 +444,7 @@ FIGURES: dict[int, Callable[[], Reproduction]] = {
 
 
 def reproduce(numbers: Sequence[int]) -> list[Reproduction]:
-    """Return these figures in this order.
-
-    Raises:
-        InvalidInput: a number is not in ``FIGURES``.
-    """
+    """Return these figures in this order."""
     for number in numbers:
         if number not in FIGURES:
             known = ", ".join(map(str, FIGURES))

@@ -112,11 +112,7 @@ PAPER = "SkyMemory paper"
 
 
 def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
-    """Return the exhibits of these names; without names the SkyMemory paper's, or all.
-
-    Raises:
-        InvalidInput: an unknown name.
-    """
+    """Return the exhibits of these names; without names the SkyMemory paper's, or all."""
     shelves = documents()
     known = {name: exhibit for shelf in shelves for name, exhibit in shelf.exhibits.items()}
     wanted = list(dict.fromkeys(name.lower() for name in names))
@@ -130,11 +126,7 @@ def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
 
 
 def formats_of(text: str) -> tuple[str, ...]:
-    """Parse a text such as ``png,svg``.
-
-    Raises:
-        InvalidInput: a format is not in ``FORMATS``.
-    """
+    """Parse a text such as ``png,svg``."""
     wanted = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     for name in wanted:
         if name not in FORMATS:

@@ -34,11 +34,7 @@ class Clock:
         event(self.now_s)
 
     def run(self, until_s: float = math.inf, max_events: int = 500_000_000) -> None:
-        """Run all events until ``until_s``.
-
-        Raises:
-            InvalidInput: there are more than ``max_events``.
-        """
+        """Run all events until ``until_s``."""
         queue, pop = self._due, heapq.heappop
         while queue and queue[0][0] <= until_s:
             self.now_s, _, event = pop(queue)

@@ -224,11 +224,7 @@ class PrefillModel:
 
 
 def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> PrefillModel:
-    """Fit the model in which Cake saves these shares of computing and loading alone: 32k tokens at 10000 Mbit/s.
-
-    Raises:
-        InvalidInput: no such model fits the shares.
-    """
+    """Fit the model in which Cake saves these shares of computing and loading alone: 32k tokens at 10000 Mbit/s."""
     # T = (1 − saved_of_load) · all / rate. In T the link carried T · rate tokens, so the other x tokens were computed:
     # T(x) = T. And T(all) = T / (1 − saved_of_compute). With T(n) = token_s·n + pair_s·n² both coefficients follow.
     tokens, tokens_per_s = 32_768, 10e9 / 8 / PAPER_TOKEN_BYTES

@@ -334,9 +334,6 @@ class ErringLeastTtft(LeastTtft):
     """``least-ttft`` with seeded errors in its estimates, which would otherwise be the truth.
 
     The factor per request and server is normal with mean 1 and standard deviation ``error``, at least 0.1.
-
-    Raises:
-        InvalidInput: an error outside 0 to 1.
     """
 
     def __init__(

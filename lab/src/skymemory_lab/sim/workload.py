@@ -241,11 +241,7 @@ class OpenLoop:
 
 
 def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
-    """Return ``count`` requests of a Poisson process. Another rate scales the arrivals of the same requests.
-
-    Raises:
-        InvalidInput: a rate of 0 or less, or no requests.
-    """
+    """Return ``count`` requests of a Poisson process. Another rate scales the arrivals of the same requests."""
     if not 0 < rate_per_s < math.inf or count < 1:
         raise InvalidInput(f"{count} requests at {rate_per_s:g}/s; expected at least 1, at a rate above 0")
     # Two generators: another rate or another workload keeps the same sequence of arrivals.

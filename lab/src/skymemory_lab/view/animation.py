@@ -24,7 +24,7 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
     """Return the input of the page, in metres, radians and seconds after the constellation's epoch.
 
     Raises:
-        InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
+        InvalidInput: the grid is not an orbit, or the element sets are unusable.
     """
     timeline, preset = timeline_of(scenario), scenario.preset
     shell, epoch_unix_s, start_s = preset.shell, preset.epoch_unix_s, scenario.start_s
@@ -88,11 +88,5 @@ def page_of(scenario: Scenario) -> str:
 
 
 def write_animation(scenario: Scenario, path: Path) -> Path:
-    """Write the page to ``path``.
-
-    Raises:
-        InvalidInput: as ``data_of``.
-        OSError: the file cannot be written.
-    """
     write_output(path, page_of(scenario).encode())
     return path

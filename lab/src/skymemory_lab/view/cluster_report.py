@@ -24,11 +24,7 @@ _ENDS = (
 
 
 def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) -> Figure:
-    """Draw ``runs`` (by name) of the same requests.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw ``runs`` (by name) of the same requests."""
     figure = new_figure(12.0, 7.2)
     (ttft, tbt, waiting), (hits, ends, loads) = figure.subplots(2, 3)
     metrics = {name: measured(run, slo) for name, run in runs.items()}

@@ -57,11 +57,7 @@ class Timeline:
 
 
 def timeline_of(scenario: Scenario) -> Timeline:
-    """Sample every second, or 2000 times.
-
-    Raises:
-        InvalidInput: the scenario's grid is not an orbit.
-    """
+    """Sample every second, or 2000 times."""
     if scenario.preset.fixed_centre is not None:
         raise InvalidInput(
             f"{scenario.preset.name} is no orbit, so there is nothing to show: expected a preset such as starlink-a"
@@ -103,7 +99,7 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
     """Return the packets, the document's packet first.
 
     Raises:
-        InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
+        InvalidInput: the grid is not an orbit, or the element sets are unusable.
     """
     timeline = timeline_of(scenario)
     shell, torus = scenario.preset.shell, scenario.preset.torus
@@ -222,12 +218,6 @@ def _line(source_id: str, satellite: SatelliteId, intervals: list[str], rgba: li
 
 
 def write_czml(scenario: Scenario, path: Path) -> Path:
-    """Write the scenario to ``path``.
-
-    Raises:
-        InvalidInput: as ``czml_of``.
-        OSError: the file cannot be written.
-    """
     packets = ",\n".join(json.dumps(packet, separators=(",", ":")) for packet in czml_of(scenario))
     write_output(path, f"[{packets}]\n".encode())
     return path

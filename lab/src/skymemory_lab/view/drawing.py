@@ -132,11 +132,7 @@ class Exhibit:
     table: bool = False
 
     def write(self, folder: Path, formats: Sequence[str] = ("png", "svg"), dpi: int = PRINT_DPI) -> list[Path]:
-        """Write the drawing in each format, the numbers as CSV, and a table as Markdown.
-
-        Raises:
-            MissingExtra: matplotlib is not installed.
-        """
+        """Write the drawing in each format, the numbers as CSV, and a table as Markdown."""
         figure = self.draw()
         written = [save(figure, folder / f"{self.stem}.{ending}", dpi) for ending in formats]
         header, rows = self.numbers()

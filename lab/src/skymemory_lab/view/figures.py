@@ -430,11 +430,6 @@ DISCLOSURE: dict[str, Exhibit] = {
 
 
 def check_figure(number: int) -> None:
-    """Check the number of a figure.
-
-    Raises:
-        InvalidInput: an unknown figure.
-    """
     if number not in FIGURES:
         known = ", ".join(map(str, sorted(FIGURES)))
         raise InvalidInput(f"figure {number} is not available; expected one of {known}")

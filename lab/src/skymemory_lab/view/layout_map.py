@@ -78,11 +78,7 @@ PAPER_MAPS: dict[int, PaperMap] = {
 
 
 def paper_map(figure: int) -> LayoutMap:
-    """Return the map of figure 4, 5, 6, 7 or 8.
-
-    Raises:
-        InvalidInput: another figure.
-    """
+    """Return the map of figure 4, 5, 6, 7 or 8."""
     if figure not in PAPER_MAPS:
         raise InvalidInput(f"figure {figure} is not a layout; expected one of {', '.join(map(str, PAPER_MAPS))}")
     return PAPER_MAPS[figure].map()

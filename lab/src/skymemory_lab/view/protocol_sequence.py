@@ -1,4 +1,4 @@
-"""Figures 9 and 10 of the SkyMemory paper, recorded from a run: a block is set, the box moves, the block is read.
+"""Figures 9 and 10 of the SkyMemory paper, recorded from a run.
 
 The state machines of flight run in virtual time on the map of figures 7 and 8.
 """

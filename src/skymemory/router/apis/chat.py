@@ -268,7 +268,6 @@ def as_object(data: bytes) -> dict[str, Any]:
 
 
 def _is_whole(arguments: str) -> bool:
-    """Return True for complete JSON."""
     if not arguments.rstrip().endswith("}"):
         return False
     try:

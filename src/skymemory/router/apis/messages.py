@@ -56,7 +56,7 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     """Translate a Messages request to a chat completion's body.
 
     Args:
-        strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
+        strict: refuse what it cannot express; else keep it, to compare prompts.
         needs_limit: refuse a request without ``max_tokens``.
 
     Raises:
@@ -277,7 +277,6 @@ class MessageStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """Translate a chunk, or raise ``UnreadableAnswer``."""
         events = list(self._reader.read(chunk))
         yield from self._begin_once()
         for part_event in events:

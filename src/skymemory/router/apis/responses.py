@@ -78,7 +78,7 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     """Translate a Responses request to a chat completion's body.
 
     Args:
-        strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
+        strict: refuse what it cannot express; else keep it, to compare prompts.
 
     Raises:
         ApiError: 400.
@@ -305,7 +305,6 @@ class ResponseStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """Translate a chunk, or raise ``UnreadableAnswer``."""
         events = list(self._reader.read(chunk))
         yield from self._begin()
         for part_event in events:

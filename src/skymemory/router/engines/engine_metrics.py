@@ -1,7 +1,7 @@
 """Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``ReportedLoad``s.
 
 Each engine is scraped in its own task. Reports have times of ``time.monotonic``, and age until ``Server.fresh_report``
-ignores them. Only the relevant names are searched.
+ignores them.
 
 Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` (``sglang:page_size`` and
 ``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
@@ -351,7 +351,7 @@ class MetricsWatch:
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """Create it. ``server_of`` returns None for a removed server; ``read`` is called after a new report."""
+        """``server_of`` returns None for a removed server; ``read`` is called after a new report."""
         self.watched: dict[str, Watched] = {}
         self._server_of = server_of
         self._fetch = fetch

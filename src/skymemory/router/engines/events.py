@@ -64,11 +64,7 @@ def strategy_options(settings: Settings) -> Mapping[str, Any]:
 
 
 def check_events(settings: Settings, scorer: Scorer) -> None:
-    """Check the settings.
-
-    Raises:
-        InvalidInput: the strategy uses KV events without a tokenizer.
-    """
+    """Refuse KV events without a tokenizer."""
     if event_index(scorer) is not None and settings.prompts.tokenizer is None:
         raise InvalidInput(
             f"strategy {scorer.name!r} uses KV events, which name the tokens of blocks: it needs the engines' "
@@ -181,11 +177,7 @@ class KvEvents:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, server: str, slot: int, source: EventSource, *, model: str) -> Feed:
-        """Subscribe. ``model``: as requests name it.
-
-        Raises:
-            InvalidInput: an invalid endpoint.
-        """
+        """Subscribe. ``model``: as requests name it."""
         self.unfollow(server)
         feed = Feed(server, slot, model, self._index)
         follower = Follower(feed, source, self._pace, self._context, self._turn)

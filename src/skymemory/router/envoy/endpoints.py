@@ -86,11 +86,7 @@ class SettingsSource:
         self.set(backends)
 
     def set(self, backends: Sequence[Backend]) -> None:
-        """Replace the endpoints.
-
-        Raises:
-            InvalidInput: not an endpoint for Envoy.
-        """
+        """Replace the endpoints."""
         self._endpoints = tuple({backend.name: backend for backend in map(as_endpoint, backends)}.values())
 
     async def endpoints(self) -> tuple[Backend, ...] | None:

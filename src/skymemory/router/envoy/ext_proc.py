@@ -233,7 +233,7 @@ class ExtProcExchange:
     """A request and its response. ``receive`` every message, then call ``closed`` once."""
 
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
-        """Create it. ``later`` sends the answers of a queued request."""
+        """``later`` sends the answers of a queued request."""
         self._service = service
         self._send_later = later
         self._is_refused_at_once = service.streams >= service.settings.max_streams

@@ -142,7 +142,7 @@ class PickerServer:
 
 class _ExtProcStream(GrpcCall):
     def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
-        """Create it. ``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
+        """``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
         self._service, self._answers, self._long_bodies = service, answers, long_bodies
         self._exchange: ExtProcExchange | None = ExtProcExchange(service, self._send)
         self._reading: asyncio.Task[None] | None = None

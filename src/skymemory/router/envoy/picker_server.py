@@ -92,11 +92,6 @@ class EndpointPicker:
         self.metrics = MetricsPage(service, picker.metrics_listen, collectors) if picker.metrics_listen else None
 
     async def run(self, stop: asyncio.Event, started: Callable[[], None] | None = None) -> None:
-        """Run until ``stop`` is set.
-
-        Raises:
-            SkyMemoryError: an address cannot be bound.
-        """
         async with aiohttp.ClientSession() as session:
             self._watch = MetricsWatch(
                 self._endpoints.server,
@@ -190,11 +185,6 @@ class EndpointPicker:
 
 
 def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRing | None = None) -> EndpointPicker:
-    """Create a picker.
-
-    Raises:
-        InvalidInput: contradictory settings, or an unreadable file.
-    """
     source = _source(settings, say)
     splits, fleet = settings.splits, Fleet()
     prefix_state = PrefixState(settings, fleet, keys)
@@ -305,11 +295,7 @@ async def serve(
     read_keys: Callable[[Path], KeyRing],
     started: Callable[[EndpointPicker], None],
 ) -> None:
-    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads.
-
-    Raises:
-        SkyMemoryError: an address cannot be bound, or settings are invalid.
-    """
+    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads."""
     settings = read()
     key_file = settings.replicas.keys
     picker = endpoint_picker(settings, say, None if key_file is None else read_keys(key_file))

@@ -25,7 +25,6 @@ class Sends:
         return self.most - self.count
 
     def take(self) -> bool:
-        """Count a send, if allowed."""
         if self.count >= self.most:
             return False
         self.count += 1

@@ -146,7 +146,7 @@ class FailurePolicy:
     """Policy of a router. Not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, limits: FailureLimits = FailureLimits(), *, are_checked: bool = True) -> None:
-        """Create a policy. Without ``are_checked``, rests end by themselves."""
+        """Without ``are_checked``, rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _ServerRecord] = {}
@@ -593,13 +593,11 @@ class FailurePolicy:
         return (record for record in self._records.values() if record.group == group)
 
     def _get_max_ejected(self, group: object) -> int:
-        """Return the number of the group's servers that may be ejected."""
         servers = sum(1 for _ in self._get_records(group))
         share = self.limits.max_ejected
         return 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers + 1e-9)))
 
     def _update_ejection(self, record: _ServerRecord, now_s: float) -> None:
-        """Eject or return the server, by checks and failures."""
         evidence = record.evidence
         clients = self._count_active_clients(now_s)
         why = evidence.ejects(clients) if evidence else ""

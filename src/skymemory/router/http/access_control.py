@@ -37,7 +37,6 @@ class AccessControl:
 
     @staticmethod
     def read(settings: Settings) -> KeyFile | None:
-        """Read the file of keys, for ``configure``."""
         return None if settings.door.api_keys is None else read_api_keys(settings.door.api_keys)
 
     def configure(self, settings: Settings, file: KeyFile | None, now_s: float) -> None:

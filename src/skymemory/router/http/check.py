@@ -42,11 +42,7 @@ class ServerCheck:
 
 
 async def check(settings: Settings, keys: KeyRing | None = None) -> list[ServerCheck]:
-    """Check all backends concurrently.
-
-    Raises:
-        InvalidInput: contradictory settings, or an unreadable file.
-    """
+    """Check all backends concurrently."""
     server = ProxyServer(settings, keys)
     server.check_files()
     by_events = event_index(server.prefix_state.scorer) is not None

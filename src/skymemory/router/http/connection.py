@@ -168,7 +168,7 @@ class Incoming:
     def __init__(
         self, connection: HttpConnection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
     ) -> None:
-        """Create it. ``target``: path and query, as sent."""
+        """``target``: path and query, as sent."""
         self.connection, self.method, self.target, self.version = connection, method, target, version
         self.headers, self.keep_alive = headers, keep_alive
         self.path = target.partition("?")[0]
@@ -352,7 +352,6 @@ class HttpConnection(asyncio.Protocol):
             self._track_incomplete_body()
 
     def _yield_to_loop(self) -> None:
-        """Read no more in this turn of the event loop."""
         if not self._is_yielding and not self._transport.is_closing():
             self._is_yielding = True
             self._transport.pause_reading()
@@ -484,7 +483,6 @@ class HttpConnection(asyncio.Protocol):
                 self._send_continue(request)
 
     def _add_body_pieces(self, request: Incoming | None) -> None:
-        """Add parsed pieces to the body, within the memory limits."""
         pieces = self._body_pieces
         if not pieces:
             self._parsed_bytes = 0
@@ -589,7 +587,6 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _track_incomplete_body(self) -> None:
-        """Track the request that this turn's data did not complete."""
         request = self._incomplete_request
         if request is None or self._is_discarding_input:
             return

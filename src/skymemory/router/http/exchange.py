@@ -326,7 +326,6 @@ class Exchange(Attempts):
         self._answer_refusal(Overloaded(refusal))
 
     def _answer_refusal(self, error: Overloaded) -> None:
-        """Send the admission rule's refusal to the client."""
         result, incoming = self._log, self.incoming
         result.outcome, result.status, result.why = "refused", error.status, error.refusal.reason
         # Tenants that have a weight get their own label; all others share a label.

@@ -31,9 +31,7 @@ class Listener:
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create it. ``admit`` takes a connection and its address, and may evict connections; ``handshake_s`` limits
-        TLS.
-        """
+        """``admit`` takes a connection and its address, and may evict connections; ``handshake_s`` limits TLS."""
         self._connection = connection
         self._admit = admit
         self._context = context
@@ -45,11 +43,7 @@ class Listener:
         self._setup_tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port.
-
-        Raises:
-            OSError: it cannot listen there.
-        """
+        """Listen, and return the port."""
         bound = await self._loop.create_server(self._connection, host, port, start_serving=False)
         try:
             self._sockets = [socket.socket(fileno=os.dup(listening.fileno())) for listening in bound.sockets]

@@ -117,7 +117,7 @@ class _PageResponse:
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:
-        """Create it. ``max_bytes`` 0: only the head is read."""
+        """``max_bytes`` 0: only the head is read."""
         self._max_bytes = max_bytes
         self.ended = asyncio.get_running_loop().create_future()
         self.error: UpstreamError | TimeoutError | None = None

@@ -76,11 +76,7 @@ class ProxyServer:
         self.port = 0
 
     def check_files(self) -> None:
-        """Check the files that ``start`` reads.
-
-        Raises:
-            InvalidInput: unreadable certificates or keys.
-        """
+        """Check the files that ``start`` reads."""
         door = self.settings.door
         if door.tls_cert is not None and door.tls_key is not None:
             Certificate.check(door.tls_cert, door.tls_key)
@@ -91,7 +87,6 @@ class ProxyServer:
 
         Raises:
             SkyMemoryError: it cannot listen.
-            InvalidInput: unreadable certificates or keys.
         """
         settings, loop = self.settings, asyncio.get_running_loop()
         self.pools.set(settings.backends, settings.timeouts.connect_s)

@@ -1,8 +1,8 @@
 """Front end of a decode engine (``[sidecar]``) for pickers that name the prefill server in a header.
 
 As in llm-d's sidecar, ``x-prefiller-host-port`` (later ``x-llm-d-prefiller-host-port``) lists ``host:port``: the first
-prefills, the others are fallbacks (llm-d uses only one); the local engine answers. The older header wins: pickers of
-all releases remove it from client requests. Other requests go to the local engine, except the sidecar's pages.
+prefills, the others are fallbacks; the local engine answers. The older header wins: pickers of all releases remove it
+from client requests. Other requests go to the local engine, except the sidecar's pages.
 
 Only allowed hosts may be named (``prefillers``), else 403.
 """

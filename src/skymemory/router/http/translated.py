@@ -50,7 +50,7 @@ class MissingApis:
 
 class TranslatedResponse:
     def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
-        """Create it. ``on_fault`` is called in the handler of an exception, and ends the request."""
+        """``on_fault`` is called in the handler of an exception, and ends the request."""
         self.call: UpstreamCall | None = None
         self._on_fault = on_fault
         self._receiver = receiver

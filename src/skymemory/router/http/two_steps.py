@@ -134,7 +134,6 @@ class TwoStepExchange(Exchange):
         return self._shared.settings.disaggregation.split_from
 
     def _get_prefill_servers(self) -> Collection[str] | None:
-        """Return the servers to choose from; None: all."""
         shared = self._shared
         avoid = self._get_avoided_servers(time.monotonic())
         return shared.backends.able(self._request, self._tried_servers, shared.settings.limits.max_waiting, avoid)

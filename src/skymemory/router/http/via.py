@@ -1,4 +1,4 @@
-"""The Via header (RFC 9110, section 7.6.3), to detect loops.
+"""The Via header (RFC 9110, section 7.6.3).
 
 Routers that name each other as servers would forward a request forever.
 """

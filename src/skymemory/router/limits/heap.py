@@ -19,7 +19,7 @@ LOOK_S = 1.0
 
 
 class TrimTimes:
-    """Decision when to return freed memory to the system: after growth, ever more rarely while it returns little."""
+    """Times to trim the heap: after growth, ever more rarely while that frees little."""
 
     def __init__(self) -> None:
         self._last_bytes = 0  # resident memory after the last trim

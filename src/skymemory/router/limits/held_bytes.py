@@ -23,7 +23,7 @@ PROGRESS_BYTES = 16_384
 
 
 class Victim(NamedTuple, Generic[Item]):
-    """Item to drop. ``is_slow``: it made no progress; else it is the largest."""
+    """Item to drop. ``is_slow``: it made no progress."""
 
     item: Item
     is_slow: bool

@@ -27,7 +27,6 @@ class Shares(Generic[Key]):
         return len(self._amounts)
 
     def change(self, key: Key, by: int) -> None:
-        """Add ``by`` to a key's amount."""
         before = self._amounts.get(key, 0)
         now = before + by
         if now > 0:

@@ -19,7 +19,7 @@ _MAX_REMEMBERED_HOSTS = 256
 
 class Strangers:
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
-        """Create it. ``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
+        """``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._allowed_hosts: set[bytes] = set()
@@ -52,7 +52,7 @@ class Strangers:
         return True
 
     def _is_origin_allowed(self, origin: bytes, host: bytes | None) -> bool:
-        """Return True for own pages, pages of this computer, programs, and origins that CORS allows."""
+        """Return True for own pages, local pages, programs, and what CORS allows."""
         words = origin.decode("latin-1").strip()
         if ANY in self._origins or words in self._origins:
             return True

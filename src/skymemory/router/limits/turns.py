@@ -63,7 +63,6 @@ class Turns:
                 del self._waiting[holder]
 
     def _start_next_turn(self) -> None:
-        """Wake the next holder's first job."""
         while self._waiting:
             holder, queue = self._waiting.popitem(last=False)
             turn = queue.popleft()

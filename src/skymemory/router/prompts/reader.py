@@ -57,11 +57,7 @@ _seed = lru_cache(maxsize=1024)(request.seed)
 
 
 class PromptReader:
-    """Reader of requests. ``adapters`` maps LoRA adapters to base models; it may change at any time.
-
-    Raises:
-        InvalidInput: the tokenizer cannot be read.
-    """
+    """Reader of requests. ``adapters`` maps LoRA adapters to base models; it may change at any time."""
 
     def __init__(self, settings: Settings = Settings(), adapters: Mapping[str, str] | None = None) -> None:  # noqa: B008 - never changed
         prompts, admission, queues = settings.prompts, settings.admission, settings.queue.most_requests > 0

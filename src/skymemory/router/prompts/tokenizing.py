@@ -220,9 +220,6 @@ class PromptTokenizer:
             path: a ``tokenizer.json``, or its folder; ``chat_template.jinja`` there takes precedence over
             ``tokenizer_config.json``.
             piece_letters: minimum length of a piece.
-
-        Raises:
-            InvalidInput: there is no tokenizer, or it is unreadable.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():

@@ -240,11 +240,7 @@ PUBLISHED = {
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Return the experiments of these names, figures or tables; all without names.
-
-    Raises:
-        InvalidInput: an unknown name.
-    """
+    """Return the experiments of these names, figures or tables; all without names."""
     keys = []
     for name in names:
         key = PUBLISHED.get(name.replace(" ", "").lower(), name)

@@ -72,11 +72,7 @@ def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], .
 
 
 def read_experiment(name: str, folder: Path) -> Experiment:
-    """Return the experiment whose CSV is in ``folder``.
-
-    Raises:
-        InvalidInput: there is none.
-    """
+    """Return the experiment whose CSV is in ``folder``."""
     path = folder / f"mooncake-{name}.csv"
     if not path.is_file():
         raise InvalidInput(

@@ -205,11 +205,7 @@ class Swings:
 
 
 def swings(loads: Sequence[LoadSample], from_s: float = -math.inf, until_s: float = math.inf) -> Swings:
-    """Return the swings between two times. ``loads`` are in order of time.
-
-    Raises:
-        InvalidInput: fewer than two samples, or a span above ``MOST_S``.
-    """
+    """Return the swings between two times. ``loads`` are in order of time."""
     inside = [sample for sample in loads if from_s <= sample.t_s <= until_s]
     if len(inside) < 2:
         raise InvalidInput(f"{len(inside)} load samples; expected at least 2")

@@ -1,4 +1,4 @@
-"""All instances of a simulated cluster, and the fleets from which schedulers choose."""
+"""Instances of a simulated cluster."""
 
 from __future__ import annotations
 

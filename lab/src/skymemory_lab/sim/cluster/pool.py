@@ -110,11 +110,7 @@ class PrefixCache:
     """LRU cache of blocks, closed under prefixes."""
 
     def __init__(self, capacity: int) -> None:
-        """Initialise with ``capacity`` in blocks.
-
-        Raises:
-            InvalidInput: a capacity below 1.
-        """
+        """Initialise with ``capacity`` in blocks."""
         if capacity < 1:
             raise InvalidInput(f"a cache of {capacity} blocks; expected at least 1")
         self.capacity = capacity
@@ -150,9 +146,6 @@ class ClusterPool:
     """Caches and links of all nodes, whose true state schedulers see.
 
     It implements ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``.
-
-    Raises:
-        InvalidInput: a memory smaller than a block.
     """
 
     block_tokens = BLOCK_TOKENS

@@ -74,7 +74,6 @@ class PrefillInstance:
         return jobs
 
     def backlog_s(self, now_s: float) -> float:
-        """Return the estimated time until the queue is empty."""
         return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
 
     def predicted_ttft_s(self, now_s: float) -> float:

@@ -33,7 +33,6 @@ from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittere
 
 
 def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRequest]:
-    """Return the requests with the setup's jitter and rate."""
     moved = jittered(requests, setup.seed, setup.jitter_s) if setup.jitter_s else list(requests)
     return at_rate(moved, setup.rate) if setup.rate != 1.0 else moved
 
@@ -117,11 +116,7 @@ NAMES = (*SCHEDULERS, *(name for name in STRATEGIES if name not in SCHEDULERS))
 
 
 def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
-    """Build a scheduler of the conductor, or a routing strategy that decodes at the least loaded server.
-
-    Raises:
-        InvalidInput: unknown name or option.
-    """
+    """Build a scheduler of the conductor, or a routing strategy that decodes at the least loaded server."""
     if name in SCHEDULERS:
         made = _of_the_conductor(name, world, options)
     elif name in STRATEGIES:

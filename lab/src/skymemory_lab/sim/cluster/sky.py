@@ -23,11 +23,7 @@ from skymemory_lab.sim.cluster.setup import PoolSettings, SkySetup
 
 
 class SkyPool(ClusterPool):
-    """A pool with the constellation as a tier of all nodes.
-
-    Raises:
-        InvalidInput: as ``ClusterPool`` and ``SkyTier``.
-    """
+    """A pool with the constellation as a tier of all nodes."""
 
     def __init__(self, names: Sequence[str], cost: CostModel, settings: PoolSettings) -> None:
         super().__init__(names, cost, settings)
@@ -55,11 +51,7 @@ class SkyPool(ClusterPool):
 
 
 class SkyTier:
-    """The constellation tier. ``block_bytes`` are bytes of KV before packing.
-
-    Raises:
-        InvalidInput: a box smaller than a block, or as ``SkyGeometry``.
-    """
+    """The constellation tier. ``block_bytes`` are bytes of KV before packing."""
 
     def __init__(self, setup: SkySetup, block_bytes: float) -> None:
         self._setup = setup
@@ -204,11 +196,7 @@ class SkyTier:
 
 
 class SkyGeometry:
-    """The moving box above a preset's ground station, from the epoch on.
-
-    Raises:
-        InvalidInput, UnknownPreset: unknown preset, strategy or access mode, or an invalid box.
-    """
+    """The moving box above a preset's ground station, from the epoch on."""
 
     def __init__(self, setup: SkySetup) -> None:
         self.plan = make_plan(

@@ -104,11 +104,7 @@ class BreakEven:
         return Break(prompt_s, bound_s, LinkTrace.constant(rate, max(0.0, step_s - step.value_bytes / rate)))
 
     def cell(self, tokens: int, tokens_per_s: float, rate_bit_s: float, kv_bytes_per_token: int) -> BreakevenCell:
-        """Compare the three ways for a prompt.
-
-        Raises:
-            InvalidInput: an argument is not above 0.
-        """
+        """Compare the three ways for a prompt."""
         named = {"tokens": tokens, "tokens a second": tokens_per_s, "KV bytes a token": kv_bytes_per_token}
         for name, value in named.items():
             if not 0 < value < math.inf:
@@ -190,9 +186,6 @@ def read_measured(path: Path = MEASURED_FILE) -> list[Measured]:
 
     ``{"format": "skymemory-prefill/1", "points": [{"name", "device", "model", "kv_bytes_per_token", "prefill":
     [[tokens, seconds], …], "source"}, …]}``.
-
-    Raises:
-        InvalidInput: the file cannot be read, or has another format.
     """
     content = read_json(path, f"measured engines, format {_FORMAT}", MAX_TABLE_BYTES)
     if content.get("format") != _FORMAT or not isinstance(content.get("points"), list):

@@ -1,7 +1,6 @@
 """Latency of a get or a set by physics: light, link rates, first-in-first-out queues, servers that take their time.
 
-``ways_of`` derives each server's path from the geometry; ``latency_s`` then moves a value, for many times in one pass
-of numpy.
+``ways_of`` derives each server's path from the geometry; ``latency_s`` then moves a value, for many times at once.
 
 - A get asks each server once; a server answers chunk after chunk, each after ``server_s``. Links store and forward.
 - A set sends chunks in bursts, server after server (or the farthest first); each server acknowledges its last chunk.
@@ -128,7 +127,6 @@ class Ways:
         return np.asarray(self.out_link != _OWN)
 
     def of(self, chosen: slice | Booleans) -> Ways:
-        """Return the ways at the ``chosen`` times."""
         names = ["times_s", "one_way_s", "hops", "out_link", "in_link"]
         names += ["least_one_way_s"] if self.least_one_way_s is not None else []
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
@@ -155,13 +153,13 @@ def ways_of(
 
     Args:
         sight: that of the host; a ``PlaceSight`` sees the box of another host.
-        times_s: times; those with nothing in sight are left out.
+        times_s: those with nothing in sight are left out.
         strategy: None: ``hop`` on board, else the preset's.
         exact_links: links have their length at each time, else links between planes have their maximum.
         moves_by_time: per time, the moves at the set and those that the holders count; None: by the clock.
 
     Raises:
-        InvalidInput: an unknown access, more servers than satellites, or no satellite in sight at any of the times.
+        InvalidInput: an unknown access, more servers than satellites, or nothing ever in sight.
     """
     access = access_named(access)
     if not len(times_s):

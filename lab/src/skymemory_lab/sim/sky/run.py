@@ -79,7 +79,7 @@ class _Transfer(NamedTuple):
 class CellResult:
     """Figures of a cell by name, None without such an operation.
 
-    ``wall_s`` and ``packets`` are not part of what is compared.
+    ``wall_s`` and ``packets`` are not compared.
     """
 
     number: int
@@ -91,11 +91,7 @@ class CellResult:
 
 
 def run_cell(cell: Cell) -> CellResult:
-    """Run a cell; results are the same on every computer and in every process.
-
-    Raises:
-        InvalidInput: a place that sees nothing, a too large workload, or an unreadable file.
-    """
+    """Run a cell; results are the same on every computer and in every process."""
     try:
         return _run_cell(cell)
     except InvalidInput as error:
@@ -512,11 +508,6 @@ class Results:
         return written
 
     def write_parquet(self, path: Path) -> Path:
-        """Write the rows as Parquet.
-
-        Raises:
-            MissingExtra: pyarrow is not installed.
-        """
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq

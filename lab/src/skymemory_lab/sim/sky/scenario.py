@@ -259,7 +259,7 @@ class Scenario:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
-        """Read a scenario from a TOML table; raises like ``read``."""
+        """Read a scenario from a TOML table."""
         sections: dict[str, Any] = {
             "shell": ShellTable,
             "placement": PlacementTable,
@@ -296,11 +296,7 @@ class Scenario:
 
     @cached_property
     def preset(self) -> Preset:
-        """Constellation, whose box is around the first host.
-
-        Raises:
-            InvalidInput: an impossible shell, or a file of element sets that cannot be used.
-        """
+        """Constellation, whose box is around the first host."""
         first, shell = self.ground[0], self.shell
         if shell.preset:
             preset = preset_named(shell.preset)
@@ -344,11 +340,7 @@ class Scenario:
 
     @cached_property
     def plan(self) -> ConstellationPlan:
-        """Plan for this scenario; its clock is 0 at the start and runs at the sky's pace.
-
-        Raises:
-            InvalidInput: an impossible constellation.
-        """
+        """Plan for this scenario; its clock is 0 at the start and runs at the sky's pace."""
         preset, memory, placement = self.preset, self.memory, self.placement
         for number, host in enumerate(self.ground):
             try:
@@ -463,11 +455,7 @@ class Scenario:
     # --- Workload ---
 
     def operations(self) -> list[list[ScheduledOperation]]:
-        """Return all operations in order of time, grouped by request.
-
-        Raises:
-            InvalidInput: too many, or a trace that cannot be read.
-        """
+        """Return all operations in order of time, grouped by request."""
         requests = list(self._of_trace() if self.workload.trace else self._mix())
         count = sum(map(len, requests))
         if count > MOST_OPERATIONS:
@@ -518,11 +506,7 @@ class Scenario:
     # --- Sweep ---
 
     def cells(self) -> list[Cell]:
-        """Return the product of the sweep's lists, the last key varying fastest.
-
-        Raises:
-            InvalidInput: too many, an unknown key, or an impossible value.
-        """
+        """Return the product of the sweep's lists, the last key varying fastest."""
         swept = _lists(self.source.get("sweep", {}))
         count = math.prod(len(values) for values in swept.values())
         if count > MOST_CELLS:
@@ -605,11 +589,7 @@ def shipped() -> dict[str, Path]:
 
 
 def scenario_named(name: str) -> Scenario:
-    """Return a scenario of this package, or of a file.
-
-    Raises:
-        InvalidInput: neither exists, or as ``Scenario.read``.
-    """
+    """Return a scenario of this package, or of a file."""
     known = shipped()
     if name in known:
         return Scenario.read(known[name])
