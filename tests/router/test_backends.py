@@ -157,7 +157,7 @@ def test_servers_that_refuse_are_out_when_the_rests_of_others_are_counted() -> N
         attempts = Attempts("x")
         backends.policy.on_sent(attempts, name, 0.0, 0.0, FIRST_TOKEN)
         backends.policy.on_fault(attempts, name, fault, 0.0, *([20.0] if fault is Fault.BUSY else []))
-    assert backends.avoided("x", 0.1) == {"c", "d"}, "all four would leave nobody"
+    assert backends.avoided("x", 0.1) == {"c", "d"}, "all four would leave none"
 
 
 def test_models_and_adapters_narrow_who_is_asked() -> None:

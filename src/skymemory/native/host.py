@@ -39,7 +39,7 @@ class HostDirectory:
 
     def held(self, pages: Sequence[mmap]) -> set[int]:
         """Return the offsets that pages of clients hold. What was removed before this call, and is not among them, is
-        held by nobody from now on.
+        held by no client from now on.
         """
         raise NotImplementedError
 

@@ -139,7 +139,7 @@ static int64_t free_hold(Reader *self)
     return hold;
 }
 
-/* A view of the key's value, None if absent, False if that cannot be told or held now, NULL with an exception. */
+/* A view of the key's value, None if absent, False if that cannot be found or held now, NULL with an exception. */
 static PyObject *view_of(Reader *self, PyObject *given)
 {
     uint64_t key[HOST_KEY_WORDS];

@@ -83,7 +83,7 @@ def _process_start_by_ps(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Host process as recorded in its pid file; its start time tells it from a later process with its pid."""
+    """Host process as recorded in its pid file; its start time distinguishes it from a later process with its pid."""
 
     pid: int
     start: str

@@ -113,7 +113,7 @@ def test_without_its_owner_a_client_reads_on_and_writes_are_refused(folder: Path
             assert client.get_many([key(1), key(2)]) == [value(1), value(2)] and before == value(1)
 
 
-def test_an_owner_with_another_size_begins_anew_and_clients_find_it(folder: Path) -> None:
+def test_an_owner_with_another_size_begins_again_and_clients_find_it(folder: Path) -> None:
     with ServedArena(folder, BUDGET_BYTES), HostStore(folder) as client:
         client.put_many([(key(1), value(1))])
         (before,) = client.get_many([key(1)])
@@ -194,7 +194,7 @@ def test_a_second_owner_and_a_client_without_an_owner_are_refused(owner: ServedA
         open_store(f"host://{tmp_path}")
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(InvalidInput, match="nobody else may write"):
+    with pytest.raises(InvalidInput, match="no other user may write"):
         open_store(f"host://1MiB?at={tmp_path}/open")
 
 

@@ -250,7 +250,7 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, is_placed: bool) -> bool:
-        """Tell the scheduler how a fetch ended; False if failed or no longer wanted."""
+        """Notify the scheduler how a fetch ended; False if failed or no longer wanted."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)

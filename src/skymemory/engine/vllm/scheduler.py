@@ -514,7 +514,7 @@ class SchedulerSide:
             self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
     def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
-        # Tell the workers to end Cake's load; count its tokens.
+        # Notify the workers to end Cake's load; count its tokens.
         backward, known.backward = known.backward, None
         if backward is None or not backward.running:
             return

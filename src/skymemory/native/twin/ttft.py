@@ -387,7 +387,7 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
 
 
 def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Fit seconds to work and answer tokens (least squares); None if their shares cannot be told apart."""
+    """Fit seconds to work and answer tokens (least squares); None if their shares cannot be distinguished."""
     works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
     work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
     if squares == 0.0:

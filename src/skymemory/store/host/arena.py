@@ -35,7 +35,7 @@ def own_folder(folder: Path) -> None:
     except OSError as error:
         raise InvalidInput(f"host arena {folder}: {os_reason(error)}") from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
-        raise InvalidInput(f"host arena {folder}: expected a folder of this user's that nobody else may write in")
+        raise InvalidInput(f"host arena {folder}: expected a folder of this user's that no other user may write in")
 
 
 def _locked(path: Path, flags: int) -> int | None:

@@ -150,7 +150,7 @@ class HostStore(RemoteStore):
     def _map(self, number: int, instance: bytes, values_bytes: int) -> Mapping:
         directory = map_read(self._folder / "directory")
         if values_bytes_of(directory) != values_bytes:
-            raise OSError("the arena has just been made anew")
+            raise OSError("the arena has just been replaced")
         values = map_write(self._folder / "values", values_bytes)
         reader = reader_of(directory, values, self._folder / "pages" / f"{number}")
         return Mapping(instance, number, reader, values_bytes)
@@ -435,7 +435,7 @@ class HostStore(RemoteStore):
 
     @contextmanager
     def at_once(self) -> Iterator[bool]:
-        """Yield True without farther tiers: calls then ask nobody."""
+        """Yield True without farther tiers: calls then ask no process."""
         yield not self._has_below
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:

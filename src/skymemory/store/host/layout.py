@@ -74,7 +74,7 @@ def values_bytes_of(directory: mmap) -> int:
     """Return the size of ``values`` by the directory's head. Raises InvalidInput for another release's file."""
     magic, values_bytes, *_ = _HEAD.unpack_from(directory)
     if magic != MAGIC:
-        raise InvalidInput("the host arena is of another release: stop the process that serves it, and serve it anew")
+        raise InvalidInput("the host arena is of another release: stop the process that serves it, and start it again")
     return int(values_bytes)
 
 

@@ -109,7 +109,7 @@ class ArenaStore(BudgetedStore):
         self._keys: dict[int, bytes] = {}
         """Key of the value at each offset."""
         self._quarantined: dict[int, int] = {}
-        """Offset and size of extents that left the directory while somebody held them."""
+        """Offset and size of extents that left the directory while a client held them."""
         self._next_number = 1
         self._free = self._recover()
         self._own = self._new_client()
