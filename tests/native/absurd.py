@@ -279,7 +279,7 @@ class Scene:
             "leading": lambda: ([blocks[:32], blocks[32:]],),
             "place": lambda: (blocks[32:],),
             "below": lambda: (blocks[32:],),
-            "held": tuple,
+            "group_bytes": tuple,
             "items": tuple,
             "runs": lambda: (self.saboteur(),),
             "replay": lambda: (bytearray(self._frames() * 2), 0, self.dice.choice((lambda *_: [0], self.saboteur()))),
@@ -295,7 +295,7 @@ class Scene:
             "forget": lambda: (0,),
             "set_capacity": lambda: (0, 3),
             "capacity": lambda: (0,),
-            "held": lambda: (0,),
+            "block_count": lambda: (0,),
             "blocks": tuple,
             "changes": tuple,
             "dump": lambda: (0,),
@@ -367,7 +367,7 @@ class Scene:
             "take": lambda: (bytes(32),),
             "mark": lambda: (bytes(32), 0, 1 << 32, True),
             "entries": tuple,
-            "held": lambda: ([page(), page()],),
+            "held_offsets": lambda: ([page(), page()],),
             "uses": lambda: (page(), 0),
         }.items():
             method("HostDirectory", name, make, stored)

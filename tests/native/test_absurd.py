@@ -125,7 +125,7 @@ def test_blocks_that_are_exchanged_during_a_visit_are_noticed(impl: ModuleType) 
         table.runs(visit)
 
 
-@pytest.mark.parametrize("asked", ["find", "held", "items", "depths"])
+@pytest.mark.parametrize("asked", ["find", "group_bytes", "items", "depths"])
 def test_a_collection_of_garbage_may_change_what_is_read(fast: ModuleType, asked: str) -> None:
     """Up to Python 3.11 it begins in the middle of a call."""
     table, tree, key = fast.BlockTable(), fast.UnderWay(9), bytes(range(32))

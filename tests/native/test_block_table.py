@@ -114,7 +114,7 @@ class Tables(RuleBasedStateMachine):
             assert self.all_say(lambda table, at=at: table.leading(every[at:])) == absent
         items = sorted((one, depth, ROW.unpack(its)[-1]) for one, (depth, _, its) in self.there.items())
         assert self.all_say(lambda table: sorted(table.items())) == items
-        held = [table.held() for table in self.tables]
+        held = [table.group_bytes() for table in self.tables]
         assert all(its == pytest.approx(held[0], rel=1e-12) for its in held)
 
     @invariant()
@@ -205,7 +205,7 @@ def test_many_blocks_come_and_go_in_the_same_memory() -> None:
             assert table.leading(keys) == len(keys)
             for one in keys[::2] + keys[1::2]:
                 assert table.remove(one)
-            assert len(table) == 0 and table.held() == [0.0]
+            assert len(table) == 0 and table.group_bytes() == [0.0]
             size = size or sys.getsizeof(table)
             assert sys.getsizeof(table) == size
 

@@ -122,7 +122,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.reader.sizes(KEYS) == [self.twin[key][1] if key in self.twin else None for key in KEYS]
         assert self.reader.prefix(KEYS) == next((at for at, key in enumerate(KEYS) if key not in self.twin), len(KEYS))
         assert sorted(self.directory.entries()) == sorted((key, *rest) for key, rest in self.twin.items())
-        assert self.directory.held([self.page]) == {view.offset for view in self.views}
+        assert self.directory.held_offsets([self.page]) == {view.offset for view in self.views}
         assert self.reader.held == len(self.views)
         count, last = self.directory.uses(self.page, 0)
         assert count == len(self.uses) and last == self.uses[-4:]
@@ -203,7 +203,7 @@ def test_no_reader_sees_a_torn_entry_or_another_value_while_the_owner_changes_al
                 old = None
             if old is not None:
                 quarantined.append(old)
-            held = owner.held([page])
+            held = owner.held_offsets([page])
             for place in [place for place in quarantined if place[0] not in held]:
                 quarantined.remove(place)
                 values[place[0] : place[0] + place[1]] = b"\xff" * place[1]
@@ -226,7 +226,7 @@ def test_room_that_an_owner_before_gave_out_is_not_written_any_more() -> None:
     successor = native.HostDirectory(memory)
     assert reader.write(64, b"xyz", grant) is None and values[64:67] == b"abc", "another owner"
     assert reader.write(64, bytes(20_000), reader.grant) == zlib.crc32(bytes(20_000)) and reader.held == 0
-    assert successor.held([page]) == set()
+    assert successor.held_offsets([page]) == set()
     with pytest.raises(ValueError, match="beyond the arena"):
         reader.write(VALUES_BYTES - 1, b"ab", reader.grant)
 
@@ -243,9 +243,9 @@ def test_a_forked_childs_copy_of_a_view_ends_no_hold_of_the_parent() -> None:
         return "dropped"
 
     assert in_child(drop) == "dropped"
-    assert owner.held([page]) == {128} and len(views) == 1
+    assert owner.held_offsets([page]) == {128} and len(views) == 1
     views.clear()
-    assert owner.held([page]) == set()
+    assert owner.held_offsets([page]) == set()
 
 
 def test_a_reader_that_is_stopped_anywhere_sees_each_value_whole_or_not_at_all() -> None:
@@ -309,7 +309,7 @@ def test_a_reader_that_is_stopped_anywhere_sees_each_value_whole_or_not_at_all()
                 assert owner.take(key) == (offset is not None)
                 if offset is not None:
                     quarantined.append(offset)
-            held = owner.held([page])
+            held = owner.held_offsets([page])
             for offset in [offset for offset in quarantined if offset not in held]:
                 quarantined.remove(offset)
                 values[offset : offset + 4096] = b"\xff" * 4096

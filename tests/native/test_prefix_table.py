@@ -78,7 +78,7 @@ class Tables(RuleBasedStateMachine):
     @invariant()
     def same_size_and_prefix_closed(self) -> None:
         for table in self.tables:
-            assert [table.held(slot) for slot in SLOTS] == [self.naive.blocks_of(slot) for slot in SLOTS]
+            assert [table.block_count(slot) for slot in SLOTS] == [self.naive.blocks_of(slot) for slot in SLOTS]
             assert [table.capacity(slot) for slot in SLOTS] == [self.naive.capacity_of(slot) for slot in SLOTS]
             held = [set() for _ in SLOTS]
             for slot, keys in zip(SLOTS, held, strict=True):
@@ -124,12 +124,12 @@ def test_a_chain_longer_than_the_capacity_keeps_its_head(impl: ModuleType) -> No
     table = impl.PrefixTable(5)
     blocks = np.arange(1, 10, dtype=np.uint64)
     table.learn(0, blocks)
-    assert (table.match(blocks, [0]), table.held(0)) == ([5], 5)
+    assert (table.match(blocks, [0]), table.block_count(0)) == ([5], 5)
     table.set_capacity(0, 2)
     assert table.match(blocks, [0]) == [2]
     table.set_capacity(0, 0)
     table.learn(0, blocks)
-    assert (table.match(blocks, [0]), table.held(0), table.blocks()) == ([0], 0, 0)
+    assert (table.match(blocks, [0]), table.block_count(0), table.blocks()) == ([0], 0, 0)
 
 
 def test_dumps_that_are_none(impl: ModuleType) -> None:
@@ -144,10 +144,10 @@ def test_dumps_that_are_none(impl: ModuleType) -> None:
         table.learn(3, np.array([1, 2], dtype=np.uint64))
         with pytest.raises(ValueError, match=why):
             table.load(3, bad)
-        assert table.held(3) == table.blocks() == 0
+        assert table.block_count(3) == table.blocks() == 0
     rows = b"".join(row(key, key - 1 if key else 0xFFFFFFFF, 0) for key in range(9))
     table.load(3, rows)
-    assert table.match(np.arange(9, dtype=np.uint64), [3]) == [5] == [table.held(3)]
+    assert table.match(np.arange(9, dtype=np.uint64), [3]) == [5] == [table.block_count(3)]
 
 
 def test_what_cannot_be(impl: ModuleType) -> None:

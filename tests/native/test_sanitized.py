@@ -234,7 +234,7 @@ for most in (0, 1, 9, 100, 3000):
             except ValueError:
                 pass
         assert len(table.match(some, [slot, 0, 64, 299, 5000])) == 5
-        assert table.held(slot) <= table.capacity(slot) and table.__sizeof__() > 0
+        assert table.block_count(slot) <= table.capacity(slot) and table.__sizeof__() > 0
     del table
 wide = fast.PrefixTable(50)
 wide.learn(2, hashes(0, 1, 2)); wide.learn(65535, hashes(0, 1))
@@ -388,7 +388,7 @@ def guard(now, skew):
     fast.serve(a.fileno(), room, 2, {}, (*guarded, terms, ({1: key}, now, skew, bool)))
 def table(slot, number):
     table = fast.PrefixTable(5); table.learn(slot, bytes(16)); table.drop(slot, number)
-    table.set_capacity(slot, number); table.match(bytes(8), [slot]); table.held(slot)
+    table.set_capacity(slot, number); table.match(bytes(8), [slot]); table.block_count(slot)
     table.capacity(slot); table.dump(slot); table.forget(slot)
 def holders(medium, slot, number):
     table = fast.HolderTable(); table.add(medium, slot, number); table.match(bytes(8), [slot], [(medium, 1.0)])

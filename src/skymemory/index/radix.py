@@ -192,7 +192,7 @@ class RadixIndex:
         exponentially with bytes set later.
         """
         bytes_by_servers: dict[int, float] = {}
-        for group, size_bytes in zip(self._groups.listed, self._table.held(), strict=False):
+        for group, size_bytes in zip(self._groups.listed, self._table.group_bytes(), strict=False):
             bytes_by_servers[group[1]] = bytes_by_servers.get(group[1], 0.0) + size_bytes
         return bytes_by_servers
 

@@ -418,7 +418,7 @@ static PyMethodDef methods[] = {
     {"leading", leading, METH_O, "leading(keys) -> int"},
     {"place", place, METH_O, "place(key) -> (depth, parent) or None"},
     {"below", below, METH_O, "below(key) -> int or None"},
-    {"held", held, METH_NOARGS, "held() -> list of float"},
+    {"group_bytes", held, METH_NOARGS, "group_bytes() -> list of float"},
     {"items", items, METH_NOARGS, "items() -> list of (key, depth, group)"},
     {"runs", runs, METH_O, "runs(visit)"},
     {"replay", replay, METH_VARARGS, "replay(data, at, numbers_of) -> int"},

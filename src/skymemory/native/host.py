@@ -37,7 +37,7 @@ class HostDirectory:
         """Return key, offset, size in bytes and check of all values."""
         raise NotImplementedError
 
-    def held(self, pages: Sequence[mmap]) -> set[int]:
+    def held_offsets(self, pages: Sequence[mmap]) -> set[int]:
         """Return the offsets that pages of clients hold. What was removed before this call, and is not among them, is
         held by no client from now on.
         """
@@ -73,7 +73,7 @@ class HostReader:
     epoch: int
     """Number of owners that the arena has had."""
     grant: int
-    """What room is given out under: it is void once this is another."""
+    """Number under which room is given out; once it is another, the room is void."""
     held: int
     """Number of values that are held."""
 

@@ -271,7 +271,7 @@ static PyMethodDef methods[] = {
     {"take", take, METH_O, "take(key) -> bool"},
     {"mark", mark, METH_VARARGS, "mark(key, offset, flag, on) -> bool"},
     {"entries", entries, METH_NOARGS, "entries() -> list of (key, offset, size_bytes, check)"},
-    {"held", held, METH_O, "held(pages) -> set of offsets"},
+    {"held_offsets", held, METH_O, "held_offsets(pages) -> set"},
     {"uses", uses, METH_VARARGS, "uses(page, since) -> (count, list of offsets)"},
     {NULL, NULL, 0, NULL},
 };

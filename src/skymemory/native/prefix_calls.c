@@ -261,7 +261,7 @@ static PyMethodDef methods[] = {
     {"forget", forget, METH_O, "forget(slot)"},
     {"set_capacity", set_capacity, METH_VARARGS, "set_capacity(slot, capacity)"},
     {"capacity", capacity, METH_O, "capacity(slot) -> int"},
-    {"held", held, METH_O, "held(slot) -> int"},
+    {"block_count", held, METH_O, "block_count(slot) -> int"},
     {"blocks", blocks, METH_NOARGS, "blocks() -> int"},
     {"changes", changes, METH_NOARGS, "changes() -> int"},
     {"dump", dump, METH_O, "dump(slot) -> bytes"},

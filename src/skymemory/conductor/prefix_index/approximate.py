@@ -93,7 +93,7 @@ class ApproximatePrefixIndex:
         self._table.forget(slot)
 
     def blocks_of(self, slot: int) -> int:
-        return self._table.held(slot)
+        return self._table.block_count(slot)
 
     def set_capacity(self, slot: int, blocks: int) -> None:
         """Set the capacity of a server's cache and evict beyond it."""

@@ -136,7 +136,7 @@ class BlockTable:
         block = self._block(key)
         return None if block is None or block.row is not None else block.depth + 1
 
-    def held(self) -> list[float]:
+    def group_bytes(self) -> list[float]:
         """Return the values' bytes by group number, fading exponentially, by ``capacity_bytes`` of later values."""
         return list(self._held)
 

@@ -106,7 +106,7 @@ class PrefixTable:
         check_slot(slot)
         return self._own.get(slot, self._capacity)
 
-    def held(self, slot: int) -> int:
+    def block_count(self, slot: int) -> int:
         check_slot(slot)
         return len(self._shelves.get(slot, ()))
 

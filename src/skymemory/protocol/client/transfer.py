@@ -61,7 +61,7 @@ class StandIns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """What is needed to find and verify a stored value; ``strategy`` (a wire code), ``servers`` and ``set_moves``
+    """Parameters to find and verify a stored value; ``strategy`` (a wire code), ``servers`` and ``set_moves``
     determine its satellites.
     """
 

@@ -127,7 +127,7 @@ class KeptText:
         self._limit.change(self._holder, -self._bytes)
         self._parts, self._bytes = [], 0
 
-    def whole(self) -> str:
+    def text(self) -> str:
         return "".join(self._parts)
 
 
@@ -266,7 +266,7 @@ class StreamContinuation:
         fields = self._fields
         if self._cannot or not fields:
             return None
-        text = self._kept.whole()
+        text = self._kept.text()
         is_chat = self._path == CHAT_COMPLETIONS
         prompt_text = text.rstrip() if is_chat else text
         sent = self._tokens_sent(prompt_text)

@@ -37,7 +37,7 @@ from skymemory.store.base import (
 from skymemory.store.host import messages
 from skymemory.store.host.arena import map_read, map_write, reader_of
 from skymemory.store.host.layout import values_bytes_of
-from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, Op, Status
+from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, HostOp, HostStatus
 from skymemory.store.host.owner import reason_of
 from skymemory.store.host.server import SOCKET
 
@@ -125,10 +125,10 @@ class HostStore(RemoteStore):
             sock.settimeout(self._timeout_s)
             sock.connect(str(path))
             if before is None:
-                sock.send(HELLO.pack(Op.HELLO, VERSION, 0, bytes(16)))
+                sock.send(HELLO.pack(HostOp.HELLO, VERSION, 0, bytes(16)))
             else:
                 before.reader.renew()  # the owner may give our room to others from now on
-                sock.send(HELLO.pack(Op.HELLO, VERSION, before.number, before.instance))
+                sock.send(HELLO.pack(HostOp.HELLO, VERSION, before.number, before.instance))
             number, instance, values_bytes, has_below = WELCOME.unpack(_opened(sock.recv(MAX_BYTES)))
             mapping = before
             if before is None or before.instance != instance or before.number != number:
@@ -162,7 +162,7 @@ class HostStore(RemoteStore):
                 sock.close()
         self._mapping.reader.let_go()
 
-    def _look(self) -> Mapping:
+    def _follow_owner(self) -> Mapping:
         """Return the mapping to read by; attach again if the owner has gone."""
         now_s = self._clock()
         if now_s >= self._look_s + _LOOK_S and self._lock.acquire(blocking=False):
@@ -216,14 +216,14 @@ class HostStore(RemoteStore):
             return None
         return _opened(answer)
 
-    def _ask_all(self, op: Op, keys: Sequence[bytes], seconds: float | None = None) -> Iterator[memoryview | None]:
+    def _ask_all(self, op: HostOp, keys: Sequence[bytes], seconds: float | None = None) -> Iterator[memoryview | None]:
         with self._lock:
             for at in range(0, len(keys), MOST_ITEMS):
                 yield self._ask(messages.pack_keys(op, keys[at : at + MOST_ITEMS], seconds))
 
     # --- farther tiers of the owner ---
 
-    def _ask_below(self, op: Op, keys: Sequence[bytes], timeout_s: float) -> Iterator[memoryview | None]:
+    def _ask_below(self, op: HostOp, keys: Sequence[bytes], timeout_s: float) -> Iterator[memoryview | None]:
         """Yield the answers about ``keys``, in parts of ``MOST_ITEMS``; None without an answer in time."""
         with self._below_lock:
             for at in range(0, len(keys), MOST_ITEMS):
@@ -235,7 +235,7 @@ class HostStore(RemoteStore):
                 self._below = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._below.settimeout(self._timeout_s)
                 self._below.connect(str(self._folder / SOCKET))
-                self._below.send(BELOW.pack(Op.BELOW, VERSION))
+                self._below.send(BELOW.pack(HostOp.BELOW, VERSION))
                 _opened(self._below.recv(MAX_BYTES))
             self._below.settimeout(max(timeout_s, 0.001))
             self._below.send(message)
@@ -256,13 +256,13 @@ class HostStore(RemoteStore):
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
         pending = self._pending()
-        sizes = self._look().reader.sizes(keys)
+        sizes = self._follow_owner().reader.sizes(keys)
         presence = [
             Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
             for key, size in zip(keys, sizes, strict=True)
         ]
         far = [at for at, state in enumerate(presence) if state is Presence.MISS] if self._has_below else []
-        answers = self._ask_below(Op.LOOKUP, [keys[at] for at in far], self._timeout_s) if far else iter(())
+        answers = self._ask_below(HostOp.LOOKUP, [keys[at] for at in far], self._timeout_s) if far else iter(())
         for number, answer in enumerate(answers):
             for at, state in zip(far[number * MOST_ITEMS :], answer or b"", strict=False):
                 presence[at] = Presence(state)
@@ -270,9 +270,9 @@ class HostStore(RemoteStore):
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         keys = self._check(keys)
-        sizes = self._look().reader.sizes(keys)
+        sizes = self._follow_owner().reader.sizes(keys)
         far = [at for at, size in enumerate(sizes) if size is None] if self._has_below else []
-        answers = self._ask_below(Op.SIZES, [keys[at] for at in far], self._timeout_s) if far else iter(())
+        answers = self._ask_below(HostOp.SIZES, [keys[at] for at in far], self._timeout_s) if far else iter(())
         for number, answer in enumerate(answers):
             for at, size in zip(far[number * MOST_ITEMS :], messages.unpack_sizes(answer or _NOTHING), strict=False):
                 sizes[at] = size
@@ -280,7 +280,7 @@ class HostStore(RemoteStore):
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
-        count = self._look().reader.prefix(keys)
+        count = self._follow_owner().reader.prefix(keys)
         if count == len(keys) or not self._has_below:
             return count
         states = self.lookup(keys[count:])
@@ -288,7 +288,7 @@ class HostStore(RemoteStore):
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         ticket = super().prepare_load(keys)
-        ticket.state = self._look().reader.hold(ticket.keys)
+        ticket.state = self._follow_owner().reader.hold(ticket.keys)
         return ticket
 
     def _fetch(self, keys: Sequence[bytes], held: list[native.HostView | Literal[False] | None]) -> None:
@@ -297,7 +297,7 @@ class HostStore(RemoteStore):
         if not absent or not self._has_below:
             return
         wanted = [keys[at] for at in absent]
-        list(self._ask_below(Op.FETCH, wanted, self._fetch_s))
+        list(self._ask_below(HostOp.FETCH, wanted, self._fetch_s))
         for at, view in zip(absent, self._mapping.reader.hold(wanted), strict=True):
             held[at] = view
 
@@ -395,9 +395,9 @@ class HostStore(RemoteStore):
     # --- other calls ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        list(self._ask_all(Op.TOUCH, self._check(keys)))
+        list(self._ask_all(HostOp.TOUCH, self._check(keys)))
 
-    def _verdicts(self, op: Op, keys: Sequence[bytes], seconds: float | None = None) -> list[bool | None]:
+    def _verdicts(self, op: HostOp, keys: Sequence[bytes], seconds: float | None = None) -> list[bool | None]:
         done: list[bool | None] = []
         for at, answer in enumerate(self._ask_all(op, keys, seconds)):
             count = min(MOST_ITEMS, len(keys) - at * MOST_ITEMS)
@@ -405,16 +405,16 @@ class HostStore(RemoteStore):
         return done
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        return [verdict is True for verdict in self._verdicts(Op.PIN, self._check(keys), check_ttl(ttl_s))]
+        return [verdict is True for verdict in self._verdicts(HostOp.PIN, self._check(keys), check_ttl(ttl_s))]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Expire values, despite leases and pins."""
-        return [verdict is True for verdict in self._verdicts(Op.EXPIRE, self._check(keys), check_ttl(ttl_s))]
+        return [verdict is True for verdict in self._verdicts(HostOp.EXPIRE, self._check(keys), check_ttl(ttl_s))]
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
         keys = self._check(keys)
         left: list[float] = []
-        for at, answer in enumerate(self._ask_all(Op.LEFT, keys)):
+        for at, answer in enumerate(self._ask_all(HostOp.LEFT, keys)):
             count = min(MOST_ITEMS, len(keys) - at * MOST_ITEMS)
             left += [math.inf] * count if answer is None else messages.unpack_answer_seconds(answer)
         return left
@@ -422,9 +422,9 @@ class HostStore(RemoteStore):
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         keys = self._check(keys)
         if not self._has_below:
-            return self._verdicts(Op.DELETE, keys)
+            return self._verdicts(HostOp.DELETE, keys)
         done: list[bool | None] = []
-        for at, answer in enumerate(self._ask_below(Op.DELETE, keys, self._fetch_s)):
+        for at, answer in enumerate(self._ask_below(HostOp.DELETE, keys, self._fetch_s)):
             count = min(MOST_ITEMS, len(keys) - at * MOST_ITEMS)
             done += [None] * count if answer is None else messages.unpack_verdicts(answer)
         return done
@@ -447,7 +447,7 @@ class HostStore(RemoteStore):
         if self._owner.elsewhere:
             self._owner.check()
         with self._lock:
-            answer = self._ask(bytes([Op.STATS])) if not self._closed else None
+            answer = self._ask(bytes([HostOp.STATS])) if not self._closed else None
         owner = {} if answer is None else json.loads(bytes(answer))
         return {
             **owner,
@@ -473,12 +473,12 @@ def _opened(answer: bytes) -> memoryview:
     if not answer:
         raise ConnectionError("the owner has ended")
     status, body = answer[0], memoryview(answer)[1:]
-    if status == Status.OK:
+    if status == HostStatus.OK:
         return body
     words = bytes(body).decode(errors="replace")
-    if status == Status.TOO_LARGE:
+    if status == HostStatus.TOO_LARGE:
         raise ValueTooLarge(words)
-    if status == Status.INVALID:
+    if status == HostStatus.INVALID:
         raise InvalidInput(words)
     raise ConnectionError("an answer of another protocol")
 

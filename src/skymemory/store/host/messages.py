@@ -22,7 +22,7 @@ MAX_BYTES = 128 << 10
 
 
 @enum.unique
-class Op(enum.IntEnum):
+class HostOp(enum.IntEnum):
     HELLO = 1
     """Version; client's number and arena's instance, if connected before (else 0)."""
     RESERVE = 2
@@ -42,7 +42,7 @@ class Op(enum.IntEnum):
     """Copy what farther tiers have into the arena."""
 
 
-class Status(enum.IntEnum):
+class HostStatus(enum.IntEnum):
     OK = 0
     INVALID = 1
     TOO_LARGE = 2
@@ -66,7 +66,7 @@ class Malformed(ValueError):
     """Message of another protocol."""
 
 
-def pack_keys(op: Op, keys: Sequence[bytes], seconds: float | None = None) -> bytes:
+def pack_keys(op: HostOp, keys: Sequence[bytes], seconds: float | None = None) -> bytes:
     return bytes([op]) + (b"" if seconds is None else _SECONDS.pack(seconds)) + b"".join(keys)
 
 
@@ -90,7 +90,7 @@ def pack_reserve(items: Sequence[tuple[bytes, int]], places: Sequence[Place | No
         kind = _NO_PLACE if place is None else _FIRST if place.parent is None else _AFTER
         parent = place.parent if place is not None and place.parent is not None else bytes(KEY_BYTES)
         rows[at] = (key, size_bytes, kind, 0 if place is None else place.depth, parent)
-    return bytes([Op.RESERVE]) + rows.tobytes()
+    return bytes([HostOp.RESERVE]) + rows.tobytes()
 
 
 def unpack_reserve(body: memoryview) -> tuple[list[tuple[bytes, int]], list[Place | None]]:
@@ -126,7 +126,7 @@ def unpack_reserved(body: memoryview) -> tuple[int, list[int | None]]:
 
 
 def pack_commit(number: int, crcs: Sequence[int | None]) -> bytes:
-    return bytes([Op.COMMIT]) + pack_reserved(number, crcs)
+    return bytes([HostOp.COMMIT]) + pack_reserved(number, crcs)
 
 
 def unpack_commit(body: memoryview) -> tuple[int, list[int | None]]:

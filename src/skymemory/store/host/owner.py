@@ -218,7 +218,7 @@ class ArenaStore(BudgetedStore):
 
     def _held_offsets(self, clients: Iterable[Client] | None = None) -> set[int]:
         clients = self._clients.values() if clients is None else clients
-        held: set[int] = self._directory.held([client.page for client in clients])
+        held: set[int] = self._directory.held_offsets([client.page for client in clients])
         return held
 
     def _learn_of_clients(self) -> None:

@@ -22,7 +22,7 @@ from skymemory.forks import Owner
 from skymemory.kv.block import Place
 from skymemory.store.base import KeyLocks
 from skymemory.store.host import messages
-from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, VERSION, WELCOME, Malformed, Op, Status
+from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, VERSION, WELCOME, HostOp, HostStatus, Malformed
 from skymemory.store.host.owner import ArenaStore, Client
 
 log = logging.getLogger("skymemory.store.host")
@@ -115,7 +115,7 @@ class ArenaServer:
     def _receive(self, connection: _Connection) -> None:
         try:
             data = connection.sock.recv(MAX_BYTES)
-            if data[:1] == bytes([Op.BELOW]) and connection.client is None:
+            if data[:1] == bytes([HostOp.BELOW]) and connection.client is None:
                 self._begin_below(connection.sock, data)
                 return
             if data:
@@ -144,7 +144,7 @@ class ArenaServer:
             raise Malformed("BELOW of another release")
         self._selector.unregister(sock)
         sock.setblocking(True)
-        sock.send(bytes([Status.OK]))
+        sock.send(bytes([HostStatus.OK]))
         self._below.add(sock)
         threading.Thread(target=self._serve_below, args=(sock,), name="host-arena-below", daemon=True).start()
 
@@ -153,9 +153,9 @@ class ArenaServer:
         try:
             while data := sock.recv(MAX_BYTES):
                 try:
-                    sock.send(bytes([Status.OK]) + self._ask_below(data[0], memoryview(data)[1:]))
+                    sock.send(bytes([HostStatus.OK]) + self._ask_below(data[0], memoryview(data)[1:]))
                 except InvalidInput as error:
-                    sock.send(bytes([Status.INVALID]) + str(error).encode())
+                    sock.send(bytes([HostStatus.INVALID]) + str(error).encode())
         except Malformed as error:
             log.warning("a client is disconnected: %s", error)
         except OSError:
@@ -168,31 +168,31 @@ class ArenaServer:
         keys, below = messages.unpack_keys(body), self._store.below
         if below is None:
             raise InvalidInput("there are no farther tiers")
-        if op == Op.LOOKUP:
+        if op == HostOp.LOOKUP:
             return bytes(presence.value for presence in below.lookup(keys))
-        if op == Op.SIZES:
+        if op == HostOp.SIZES:
             return messages.pack_sizes(below.sizes(keys))
-        if op == Op.FETCH:
+        if op == HostOp.FETCH:
             with self._fetching.exclusive(keys, _FETCH_S):  # what another client fetches is there afterwards
                 missing = [key for key, size in zip(keys, self._store.sizes(keys), strict=True) if size is None]
                 if missing:
                     below.fill_nearest(missing)
             return b""
-        if op == Op.DELETE:
+        if op == HostOp.DELETE:
             return messages.pack_verdicts(below.delete(keys))
         raise Malformed(f"operation {op}")
 
     def _answer(self, connection: _Connection, message: memoryview) -> bytes:
         try:
-            return bytes([Status.OK]) + self._call(connection, message)
+            return bytes([HostStatus.OK]) + self._call(connection, message)
         except ValueTooLarge as error:
-            return bytes([Status.TOO_LARGE]) + str(error).encode()
+            return bytes([HostStatus.TOO_LARGE]) + str(error).encode()
         except InvalidInput as error:
-            return bytes([Status.INVALID]) + str(error).encode()
+            return bytes([HostStatus.INVALID]) + str(error).encode()
 
     def _call(self, connection: _Connection, message: memoryview) -> bytes:
         op, body, store, client = message[0], message[1:], self._store, connection.client
-        if op == Op.HELLO:
+        if op == HostOp.HELLO:
             if len(message) != HELLO.size or client is not None:
                 raise Malformed("HELLO of another release, or a second one")
             _, version, number, instance = HELLO.unpack(message)
@@ -204,29 +204,29 @@ class ArenaServer:
             return WELCOME.pack(client.number, store.instance, store.arena_bytes, store.below is not None)
         if client is None:
             raise Malformed("no HELLO at first")
-        if op == Op.RESERVE:
+        if op == HostOp.RESERVE:
             return messages.pack_reserved(*store.reserve(client, *messages.unpack_reserve(body)))
-        if op == Op.COMMIT:
+        if op == HostOp.COMMIT:
             number, crcs = messages.unpack_commit(body)
             done, places = store.commit(client, number, crcs)
             self._unchecked.extend(places)
             if store.below is not None and places:
                 self._stored.put(places)
             return messages.pack_verdicts(done)
-        if op == Op.TOUCH:
+        if op == HostOp.TOUCH:
             store.touch(messages.unpack_keys(body))
             return b""
-        if op == Op.PIN:
+        if op == HostOp.PIN:
             seconds, keys = messages.unpack_seconds(body)
             return messages.pack_verdicts(store.pin(keys, seconds))
-        if op == Op.EXPIRE:
+        if op == HostOp.EXPIRE:
             seconds, keys = messages.unpack_seconds(body)
             return messages.pack_verdicts(store.expire(keys, seconds))
-        if op == Op.DELETE:
+        if op == HostOp.DELETE:
             return messages.pack_verdicts(store.delete(messages.unpack_keys(body)))
-        if op == Op.LEFT:
+        if op == HostOp.LEFT:
             return messages.pack_seconds(store.left_s(messages.unpack_keys(body)))
-        if op == Op.STATS:
+        if op == HostOp.STATS:
             return json.dumps(store.stats()).encode()
         raise Malformed(f"operation {op}")
 
