@@ -24,9 +24,9 @@ PRODUCT, LABORATORY = ROOT / "src" / "skymemory", ROOT / "lab" / "src" / "skymem
 TESTS = ROOT / "tests"
 MOST_LINES, MOST_PARAMETERS = 60, 6
 ABOVE_GOAL = (
-    "Above their goals stay modules and lines: failure and overload policies, engines' model families and the host tier",
-    "came after the goals were set, the twins of the C helper serve where it is not built, and no module was joined to",
-    "another for the count. Files opened count what the store's threads do at the same time (liveness, index journal).",
+    "Above their goals stay modules and lines: failure and overload policies, engines' model families and the host",
+    "tier came after the goals were set, the twins of the C helper serve where it is not built, and no module was",
+    "joined to another for the count. Files opened count what the store's threads do at the same time.",
 )
 FRAGMENT = re.compile(r"(Whether|How|What|When|Where|Which|Who|Of|For|Beyond|Beside|Nor)\b")
 ONES = re.compile(r"\bones?\b")
