@@ -53,7 +53,6 @@ static void fill(HostEntry *entry, const uint64_t key[HOST_KEY_WORDS], uint64_t 
 static void retire(Directory *self, HostEntry *entry)
 {
     __atomic_store_n(&entry->version, entry->version | 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&entry->bytes, 0, __ATOMIC_RELAXED);
     self->free_entries[self->free_count++] = (uint32_t)(entry - self->map.entries);
 }
 
@@ -77,7 +76,10 @@ static PyObject *put(PyObject *object, PyObject *args)
     int known = sky_host_find(map, key, &old);
     fill(&map->entries[number], key, offset, bytes, check);
     if (known == 1) {
-        HOST_STORE(map->buckets[bucket_of(map, (uint32_t)(old.entry - map->entries))], number + 1);
+        uint64_t bucket = bucket_of(map, (uint32_t)(old.entry - map->entries));
+        change(map);
+        HOST_STORE(map->buckets[bucket], number + 1);
+        change(map);
         retire(self, old.entry);
         Py_RETURN_TRUE;
     }

@@ -19,6 +19,7 @@ from tests.contract.store_contract import key, value
 from tests.soak.host import HostSoak
 
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
 from skymemory.store.host.server import ServedArena
 from skymemory.testbed.open_store import open_store
@@ -28,6 +29,7 @@ BUDGET_BYTES = 4 << 20
 _CLIENT = """
 import sys, time
 from pathlib import Path
+from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
 store = HostStore(Path(sys.argv[1]))
 key = lambda number: number.to_bytes(4, "big") * 8
@@ -210,3 +212,72 @@ def test_by_their_addresses(folder: Path) -> None:
 def test_kills_and_stops_of_clients_and_owners_cost_no_byte() -> None:
     outcome = HostSoak(faults=60, owners=8, seed=3).run()
     assert outcome.is_sound, outcome
+
+
+def test_an_owner_of_another_size_costs_a_busy_client_nothing(folder: Path) -> None:
+    work = (
+        "seen = set()\n"
+        "print(1, flush=True)\n"
+        "while True:\n"
+        "    store.put_many([(key(1), b'a' * 70_000)])\n"
+        "    for view in store.get_many([key(1), key(2)]):\n"
+        "        assert view is None or bytes(view) in (b'a' * 70_000, b'b' * 70_000), 'wrong'\n"
+    )
+    owner = ServedArena(folder, BUDGET_BYTES, keep=True)
+    with a_client(folder, work) as client:
+        for size in (8, 2, 16, 3):
+            owner.close()
+            owner = ServedArena(folder, size << 20, keep=True)
+            owner.put_many([(key(2), b"b" * 70_000)])
+            in_time(lambda owner=owner: owner.lookup([key(1)])[0].name == "HIT")  # type: ignore[misc]
+        assert client.poll() is None
+    owner.close()
+
+
+def test_who_asks_about_farther_tiers_and_is_gone_ends_no_server(owner: ServedArena) -> None:
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(owner.folder / "socket"))
+            sock.send(messages.BELOW.pack(messages.HostOp.BELOW, messages.VERSION))
+    with HostStore(owner.folder) as client:
+        assert client.put_many([(key(1), value(1))]) == [True]
+
+
+def test_whatever_stands_in_a_clients_page_the_next_owner_begins(folder: Path) -> None:
+    with ServedArena(folder, BUDGET_BYTES, keep=True) as owner, HostStore(folder) as client:
+        owner.put_many([(key(number), value(number, 100_000)) for number in range(4)])
+        with open(folder / "pages" / str(client._mapping.number), "r+b") as page:
+            page.seek(24)
+            page.write((6).to_bytes(8, "little"))
+            page.seek(4096)
+            for offset in (50, 100_400, 1 << 40, (1 << 64) - 2, 3 << 20, 64):
+                page.write((offset + 1).to_bytes(8, "little"))
+        owner.close()
+        with ServedArena(folder, BUDGET_BYTES) as successor:
+            assert successor.get_many([key(number) for number in range(4)]) == [value(n, 100_000) for n in range(4)]
+
+
+def test_an_expired_value_is_read_no_more_though_the_owner_is_idle(owner: ServedArena) -> None:
+    with HostStore(owner.folder) as client:
+        client.put_many([(key(1), value(1))])
+        assert client.expire([key(1)], 0.2) == [True]
+        in_time(lambda: client.get_many([key(1)]) == [None], 5.0)
+
+
+def test_with_a_stopped_owner_reads_go_on_at_once(folder: Path) -> None:
+    command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://4MiB?at={folder}"]
+    command += ["--listen", f"unix://{folder}/redis.sock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        with HostStore(folder, timeout_s=1.0) as client:
+            client.put_many([(key(1), value(1))])
+            os.kill(process.pid, signal.SIGSTOP)
+            assert client.put_many([(key(2), value(2))]) == [False]
+            until_s = time.monotonic() + 3.0
+            while time.monotonic() < until_s:
+                began_s = time.monotonic()
+                assert client.get_many([key(1)]) == [value(1)]
+                assert time.monotonic() - began_s < 0.5
+            os.kill(process.pid, signal.SIGCONT)
+            in_time(lambda: client.put_many([(key(2), value(2))]) == [True])
+        process.terminate()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from skymemory import native
 from skymemory.errors import InvalidInput, os_reason
-from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, values_bytes_of, write_page_head
+from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, write_page_head
 from skymemory.units import format_size
 
 _PIECE_BYTES = 256 << 20
@@ -27,29 +27,33 @@ def default_folder() -> Path:
     return Path("/dev/shm") / f"skymemory-{os.getuid()}" / "host"
 
 
-def own_folder(folder: Path) -> None:
-    """Make the folder if absent; refuse a folder in which another user may write."""
+def own_folder(folder: Path, *, make: bool = True) -> None:
+    """Make the folder if absent; refuse a folder in which another user may write, or may have put it."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        if make:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ours = [folder, folder.parent] if folder == default_folder() else [folder]
+        states = [path.stat() for path in ours if make or path.exists()]
     except OSError as error:
         raise InvalidInput(f"host arena {folder}: {os_reason(error)}") from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+    if any(state.st_uid != os.getuid() or state.st_mode & (stat.S_IWOTH | stat.S_IWGRP) for state in states):
         raise InvalidInput(f"host arena {folder}: expected a folder of this user's that no other user may write in")
 
 
 def _locked(path: Path, flags: int) -> int | None:
-    """Open and lock a file; None if another process holds the lock."""
+    """Open and lock a file; None if another process holds the lock, or has removed the file meanwhile."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    os.close(fd)
+    return None
 
 
 class OwnedArena:
@@ -62,7 +66,8 @@ class OwnedArena:
         own_folder(folder)
         self.folder, self.shape = folder, shape
         (folder / "pages").mkdir(mode=0o700, exist_ok=True)
-        fd = _locked(folder / "directory", os.O_RDWR | os.O_CREAT)
+        # The lock's file stays for good: of a file that is removed, two processes could each lock one.
+        fd = _locked(folder / "lock", os.O_RDWR | os.O_CREAT)
         if fd is None:
             raise InvalidInput(
                 f"host arena {folder}: another process serves it: attach by host://{folder}, or end that one"
@@ -72,10 +77,7 @@ class OwnedArena:
             self.is_new = not self._fits()
             if self.is_new:
                 self._make()
-            # Each by a descriptor of its own: a mapping keeps a copy of it, and a forked child must not keep the lock.
             self.directory = map_write(folder / "directory", shape.directory_bytes)
-            if self.is_new:
-                shape.write_head(self.directory, secrets.randbits(64), secrets.token_bytes(16))
             self.values = map_write(folder / "values", shape.values_bytes)
         except BaseException:
             os.close(fd)
@@ -88,35 +90,48 @@ class OwnedArena:
         """Return True if the files of an earlier owner have this shape."""
         try:
             values_bytes = (self.folder / "values").stat().st_size
+            directory_bytes = (self.folder / "directory").stat().st_size
         except FileNotFoundError:
             return False
-        if os.fstat(self.fd).st_size != self.shape.directory_bytes or values_bytes != self.shape.values_bytes:
+        if directory_bytes != self.shape.directory_bytes or values_bytes != self.shape.values_bytes:
             return False
-        with mmap.mmap(self.fd, self.shape.directory_bytes, access=mmap.ACCESS_READ) as directory:
-            try:
-                return values_bytes_of(directory) == values_bytes
-            except InvalidInput:
-                return False
+        with map_read(self.folder / "directory") as directory:
+            return self.shape.is_of(directory)
 
     def _make(self) -> None:
-        for path in (self.folder / "values", *(self.folder / "pages").iterdir()):
-            path.unlink(missing_ok=True)  # clients of the arena before keep their mappings of it
-        os.ftruncate(self.fd, 0)
+        # Clients of the arena before keep their mappings of it: its files are removed, and never changed.
+        for path in (self.folder / "directory", self.folder / "values", *(self.folder / "pages").iterdir()):
+            path.unlink(missing_ok=True)
         fd = os.open(self.folder / "values", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Memory that is missing later would end the processes that touch it (SIGBUS): all is taken now.
             for begin in range(0, self.shape.values_bytes, _PIECE_BYTES):
                 os.posix_fallocate(fd, begin, min(_PIECE_BYTES, self.shape.values_bytes - begin))
-            os.posix_fallocate(self.fd, 0, self.shape.directory_bytes)
+            self._make_directory()
         except OSError as error:
             (self.folder / "values").unlink()
-            os.ftruncate(self.fd, 0)
             free = os.statvfs(self.folder)
             hint = ": raise its size (docker: --shm-size), or lower the budget" if error.errno == errno.ENOSPC else ""
             raise InvalidInput(
                 f"host arena {self.folder}: {format_size(self.shape.values_bytes + self.shape.directory_bytes)} of "
                 f"shared memory are needed, {format_size(free.f_bavail * free.f_frsize)} are free{hint}"
             ) from error
+        finally:
+            os.close(fd)
+
+    def _make_directory(self) -> None:
+        """Make the directory whole before it has its name."""
+        path = self.folder / "directory.new"
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self.shape.directory_bytes)
+            with mmap.mmap(fd, self.shape.directory_bytes) as directory:
+                self.shape.write_head(directory, secrets.randbits(64), secrets.token_bytes(16))
+            path.rename(self.folder / "directory")
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
 
@@ -137,7 +152,8 @@ class OwnedArena:
 
     def let_go(self) -> None:
         """Close a forked child's copy of the locked descriptor."""
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
     def close(self, keep: bool) -> None:
         """Give the arena up; remove the files unless ``keep``."""
@@ -146,6 +162,7 @@ class OwnedArena:
                 path.unlink(missing_ok=True)
             (self.folder / "directory").unlink(missing_ok=True)
         os.close(self.fd)
+        self.fd = -1
 
 
 def reader_of(directory: mmap.mmap, values: mmap.mmap, page: Path) -> native.HostReader:
@@ -169,8 +186,10 @@ def is_held(path: Path) -> bool:
         fd = _locked(path, os.O_RDWR)
     except FileNotFoundError:
         return False
-    if fd is None:
+    except OSError:  # no descriptor is left: nothing is known
         return True
+    if fd is None:
+        return path.exists()
     os.close(fd)
     return False
 

@@ -9,6 +9,7 @@ import json
 import math
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,15 +36,15 @@ from skymemory.store.base import (
     check_ttl,
 )
 from skymemory.store.host import messages
-from skymemory.store.host.arena import map_read, map_write, reader_of
-from skymemory.store.host.layout import values_bytes_of
+from skymemory.store.host.arena import map_read, map_write, own_folder, reader_of
+from skymemory.store.host.layout import instance_of, values_bytes_of
 from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, HostOp, HostStatus
 from skymemory.store.host.owner import reason_of
 from skymemory.store.host.server import SOCKET
 
 _RETRY_S = 1.0
 """Time between attempts to reach an owner that is gone."""
-_LOOK_S = 0.5
+_LOOK_S, _LOOK_TIMEOUT_S = 0.5, 0.01
 """Time between checks whether the owner has gone."""
 _NOTHING = memoryview(b"")
 
@@ -65,6 +66,7 @@ class _Reserved:
     number: int
     grant: int
     offsets: list[int | None]
+    sizes: list[int]
 
 
 @dataclass(slots=True)
@@ -117,12 +119,13 @@ class HostStore(RemoteStore):
 
     # --- the owner ---
 
-    def _attach(self, before: Mapping | None = None) -> Mapping:
+    def _attach(self, before: Mapping | None = None, timeout_s: float | None = None) -> Mapping:
         """Connect, and map the arena unless it is mapped already."""
+        own_folder(self._folder, make=False)
         path = self._folder / SOCKET
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            sock.settimeout(self._timeout_s)
+            sock.settimeout(timeout_s or self._timeout_s)
             sock.connect(str(path))
             if before is None:
                 sock.send(HELLO.pack(HostOp.HELLO, VERSION, 0, bytes(16)))
@@ -133,8 +136,12 @@ class HostStore(RemoteStore):
             mapping = before
             if before is None or before.instance != instance or before.number != number:
                 mapping = self._map(number, instance, values_bytes)
-        except OSError as error:
+        except (OSError, ValueError, struct.error) as error:
             sock.close()
+            if isinstance(error, SkyMemoryError):
+                raise
+            if not isinstance(error, OSError):
+                raise InvalidInput(f"host arena {self._folder}: its owner is of another release ({error})") from error
             raise SkyMemoryError(
                 f"host arena {self._folder}: no owner answers ({error.strerror or error}): start one there with "
                 f"`skymemory store serve host://SIZE`"
@@ -142,6 +149,7 @@ class HostStore(RemoteStore):
         except BaseException:
             sock.close()
             raise
+        sock.settimeout(self._timeout_s)
         self._sock = sock
         self._has_below = bool(has_below)
         assert mapping is not None
@@ -149,9 +157,9 @@ class HostStore(RemoteStore):
 
     def _map(self, number: int, instance: bytes, values_bytes: int) -> Mapping:
         directory = map_read(self._folder / "directory")
-        if values_bytes_of(directory) != values_bytes:
-            raise OSError("the arena has just been replaced")
         values = map_write(self._folder / "values", values_bytes)
+        if values_bytes_of(directory) != values_bytes or instance_of(directory) != instance:
+            raise OSError("the arena has just been replaced")
         reader = reader_of(directory, values, self._folder / "pages" / f"{number}")
         return Mapping(instance, number, reader, values_bytes)
 
@@ -167,12 +175,12 @@ class HostStore(RemoteStore):
         now_s = self._clock()
         if now_s >= self._look_s + _LOOK_S and self._lock.acquire(blocking=False):
             try:
-                self._look_s = now_s
                 if self._sock is not None and _is_ended(self._sock):
                     self._drop()
                 if self._sock is None:
-                    self._reconnect()
+                    self._reconnect(_LOOK_TIMEOUT_S)
             finally:
+                self._look_s = self._clock()
                 self._lock.release()
         return self._mapping
 
@@ -181,16 +189,16 @@ class HostStore(RemoteStore):
             self._sock.close()
             self._sock = None
 
-    def _reconnect(self) -> bool:
-        now_s = self._clock()
-        if now_s < self._retry_s:
+    def _reconnect(self, timeout_s: float | None = None) -> bool:
+        if self._clock() < self._retry_s:
             return False
-        self._retry_s = now_s + _RETRY_S
         try:
-            self._mapping = self._attach(self._mapping)
+            self._mapping = self._attach(self._mapping, timeout_s)
         except SkyMemoryError:
             self._counters.add("unreachable")
             return False
+        finally:
+            self._retry_s = self._clock() + _RETRY_S
         self._counters.add("reconnects")
         return True
 
@@ -315,7 +323,7 @@ class HostStore(RemoteStore):
             if view and not view.checked and not view.is_sound():
                 reason = Miss.CORRUPT
                 self._counters.add("corrupt")
-                self.delete([key])
+                self._verdicts(HostOp.DELETE, [key])  # in the arena alone: farther tiers may have it whole
             values.append(memoryview(view) if view and reason is None else None)
             reasons.append(reason)
         seconds = self._clock() - started_s
@@ -361,7 +369,7 @@ class HostStore(RemoteStore):
                 if answer is None or self._mapping is not state.mapping:
                     break
                 number, offsets = messages.unpack_reserved(answer)
-                state.parts.append(_Reserved(number, grant, offsets))
+                state.parts.append(_Reserved(number, grant, offsets, [size for _, size in sized[at : at + MOST_ITEMS]]))
             return state
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -374,12 +382,15 @@ class HostStore(RemoteStore):
         for part in state.parts:
             values = ticket.items[len(done) : len(done) + len(part.offsets)]
             crcs = [
-                None if offset is None else state.mapping.reader.write(offset, value, part.grant)
-                for offset, (_, value) in zip(part.offsets, values, strict=True)
+                None
+                if offset is None or size_of(value) != size
+                else state.mapping.reader.write(offset, value, part.grant)
+                for offset, size, (_, value) in zip(part.offsets, part.sizes, values, strict=True)
             ]
             with self._lock:
                 # Room of another owner or connection is void: it was given back.
-                is_void = self._mapping is not state.mapping or state.mapping.reader.grant != part.grant
+                is_void = self._sock is None or self._mapping is not state.mapping
+                is_void = is_void or state.mapping.reader.grant != part.grant
                 answer = None if is_void else self._ask(messages.pack_commit(part.number, crcs))
             if answer is None:
                 break

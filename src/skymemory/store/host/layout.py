@@ -60,6 +60,11 @@ class ArenaShape:
     def directory_bytes(self) -> int:
         return HEAD_BYTES + -(-4 * self.buckets // ENTRY_BYTES) * ENTRY_BYTES + ENTRY_BYTES * self.entries
 
+    def is_of(self, directory: mmap) -> bool:
+        """Return True if a directory has this shape, in this release."""
+        magic, values_bytes, entries, buckets, *_ = _HEAD.unpack_from(directory)
+        return (magic, values_bytes, entries, buckets) == (MAGIC, self.values_bytes, self.entries, self.buckets)
+
     def write_head(self, directory: mmap, seed: int, instance: bytes) -> None:
         _HEAD.pack_into(directory, 0, MAGIC, self.values_bytes, self.entries, self.buckets, seed, 0, instance, 0)
 

@@ -36,6 +36,9 @@ from skymemory.store.host.arena import OwnedArena, is_held, reader_of
 from skymemory.store.host.extents import Extents, rounded
 from skymemory.store.host.layout import CHECKED, EXPIRES, ArenaShape
 
+_FORGOTTEN_S = 30.0
+"""Time after its lease in which a reservation may still be committed."""
+
 
 @dataclass(slots=True)
 class Extent:
@@ -97,7 +100,7 @@ class ArenaStore(BudgetedStore):
             )
         inventory = Inventory(budget_bytes, int(budget_bytes * pin_fraction), policy)
         super().__init__(name, inventory, lease_s, clock, Counters())
-        self.below: Hierarchy | None = None
+        self._below: Hierarchy | None = None
         self._keep = keep
         self._read_bytes_per_s = read_bytes_per_s
         self._arena = OwnedArena(folder, ArenaShape(budget_bytes))
@@ -111,9 +114,13 @@ class ArenaStore(BudgetedStore):
         self._quarantined: dict[int, int] = {}
         """Offset and size of extents that left the directory while a client held them."""
         self._next_number = 1
-        self._free = self._recover()
-        self._own = self._new_client()
-        self._reader = reader_of(self._arena.directory, self._arena.values, self._own.path)
+        try:
+            self._free = self._recover()
+            self._own = self._new_client()
+            self._reader = reader_of(self._arena.directory, self._arena.values, self._own.path)
+        except BaseException:
+            self._arena.let_go()
+            raise
 
     # --- start and end ---
 
@@ -144,7 +151,13 @@ class ArenaStore(BudgetedStore):
                 path.unlink(missing_ok=True)
             self._next_number = max(self._next_number, number + 1)
         # What is held but in no entry was quarantined: its size is not known, so all to the next value is.
-        lost = self._held_offsets() - self._keys.keys()
+        # A hold within a value, or beyond the arena, is of a reader that will find it void.
+        inside = [range(offset + 1, offset + length) for offset, length in used]
+        lost = {
+            offset
+            for offset in self._held_offsets() - self._keys.keys()
+            if offset < self._arena.shape.values_bytes and not any(offset in extent for extent in inside)
+        }
         begins = sorted({*self._keys, *lost, self._arena.shape.values_bytes})
         ends = dict(used)
         for offset, after in itertools.pairwise(begins):
@@ -162,6 +175,28 @@ class ArenaStore(BudgetedStore):
                 return
             self._closed = True
             self._arena.close(self._keep)
+
+    @property
+    def below(self) -> Hierarchy | None:
+        return self._below
+
+    @below.setter
+    def below(self, hierarchy: Hierarchy | None) -> None:
+        self._below = hierarchy
+        self._on_below()
+
+    def _on_below(self) -> None: ...
+
+    def drop_expired(self) -> None:
+        """Drop values whose lifetime has ended: clients read without asking."""
+        with self._open():
+            pass
+
+    def has_forgotten(self, client: Client) -> bool:
+        """Return True if a reservation of the client has been open for longer than any store takes."""
+        with self._lock:
+            oldest_s = self._clock() - _FORGOTTEN_S
+            return any(reservation.ticket.expires_s < oldest_s for reservation in client.reservations.values())
 
     @property
     def folder(self) -> Path:
@@ -234,8 +269,9 @@ class ArenaStore(BudgetedStore):
             if self._held_since_s.pop(key) < math.inf:
                 self._inventory.order.free(key)
         for key in held:
+            is_new = key not in self._held_since_s
             since_s = self._held_since_s.setdefault(key, now_s)
-            if since_s == now_s:
+            if is_new:
                 self._inventory.order.hold(key)
             elif since_s + self._lease_s < now_s:
                 self._held_since_s[key] = math.inf

@@ -11,6 +11,7 @@ import queue
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _FETCH_S = 10.0
 class _Connection:
     sock: socket.socket
     client: Client | None = None
+    knows_below: bool = False
 
 
 class ArenaServer:
@@ -49,7 +51,7 @@ class ArenaServer:
         self._store = store
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._unchecked: deque[bytes] = deque()
+        self._unchecked: deque[bytes] = deque(store.stored_keys())
         """Keys of values not yet compared with their checksums."""
         self._stored: queue.SimpleQueue[dict[bytes, Place | None] | None] = queue.SimpleQueue()
         """Values of clients that farther tiers lack."""
@@ -59,6 +61,7 @@ class ArenaServer:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closing = False
+        self._tick_s = 0.0
         self._thread = threading.Thread(target=self._run, name="host-arena", daemon=True)
         self._thread.start()
         self._storing = threading.Thread(target=self._store_below, name="host-arena-below", daemon=True)
@@ -75,9 +78,14 @@ class ArenaServer:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def tick_soon(self) -> None:
+        self._tick_s = 0.0
+        with suppress(OSError):
+            self._wake.send(b"\0")
+
     def let_go(self) -> None:
         """Close a forked child's copies of the descriptors: clients see the owner's end by them."""
-        for key in list(self._selector.get_map().values()):
+        for key in list((self._selector.get_map() or {}).values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
         self._wake.close()
@@ -90,8 +98,13 @@ class ArenaServer:
                 for key, _ in self._selector.select(0.0 if self._unchecked else _TICK_S):
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.fileobj is not self._woken:
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(64)
+                    else:
                         self._receive(key.data)
+                if time.monotonic() >= self._tick_s:
+                    self._tick_s = time.monotonic() + _TICK_S
+                    self._tick()
                 keys = [self._unchecked.popleft() for _ in range(min(_CHECKED_AT_ONCE, len(self._unchecked)))]
                 if keys and not self._closing:
                     self._store.check_next(keys)
@@ -108,6 +121,7 @@ class ArenaServer:
             sock, _ = self._listener.accept()
         except OSError as error:
             log.warning("a client could not be accepted: %s", error.strerror)
+            time.sleep(0.05)
             return
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, _Connection(sock))
@@ -127,24 +141,47 @@ class ArenaServer:
             log.warning("client %s is disconnected: %s", connection.client, error)
         except OSError:
             pass
-        self._selector.unregister(connection.sock)
+        except Exception:
+            log.exception("client %s is disconnected by a fault of the owner", connection.client)
+        self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        with suppress(KeyError, ValueError):  # a connection for farther tiers has left the selector
+            self._selector.unregister(connection.sock)
         connection.sock.close()
         if connection.client is not None:
             self._store.disconnect(connection.client)
+
+    def _tick(self) -> None:
+        """Drop expired values; end connections of clients that have forgotten a reservation, or that were welcomed
+        before there were farther tiers.
+        """
+        self._store.drop_expired()
+        for key in list(self._selector.get_map().values()):
+            connection = key.data
+            client = connection.client if isinstance(connection, _Connection) else None
+            if client is not None and (
+                self._store.has_forgotten(client) or connection.knows_below != (self._store.below is not None)
+            ):
+                self._end(connection)
 
     def _store_below(self) -> None:
         while (places := self._stored.get()) is not None:
             below = self._store.below
             if below is not None:
-                with suppress(InvalidInput):  # the hierarchy was closed
+                try:
                     below.on_nearest_stored(places)
+                except InvalidInput:  # the hierarchy was closed
+                    pass
+                except Exception:
+                    log.exception("%d values do not go to farther tiers", len(places))
 
     def _begin_below(self, sock: socket.socket, message: bytes) -> None:
         if len(message) != BELOW.size or BELOW.unpack(message)[1] != VERSION:
             raise Malformed("BELOW of another release")
+        sock.send(bytes([HostStatus.OK]))
         self._selector.unregister(sock)
         sock.setblocking(True)
-        sock.send(bytes([HostStatus.OK]))
         self._below.add(sock)
         threading.Thread(target=self._serve_below, args=(sock,), name="host-arena-below", daemon=True).start()
 
@@ -201,7 +238,8 @@ class ArenaServer:
                     f"this owner speaks version {VERSION}, the client {version}: use one release for both"
                 )
             connection.client = client = store.connect(number, instance)
-            return WELCOME.pack(client.number, store.instance, store.arena_bytes, store.below is not None)
+            connection.knows_below = store.below is not None
+            return WELCOME.pack(client.number, store.instance, store.arena_bytes, connection.knows_below)
         if client is None:
             raise Malformed("no HELLO at first")
         if op == HostOp.RESERVE:
@@ -221,7 +259,9 @@ class ArenaServer:
             return messages.pack_verdicts(store.pin(keys, seconds))
         if op == HostOp.EXPIRE:
             seconds, keys = messages.unpack_seconds(body)
-            return messages.pack_verdicts(store.expire(keys, seconds))
+            # Farther tiers would bring the value back: they do not expire values.
+            expired = [False] * len(keys) if store.below is not None else store.expire(keys, seconds)
+            return messages.pack_verdicts(expired)
         if op == HostOp.DELETE:
             return messages.pack_verdicts(store.delete(messages.unpack_keys(body)))
         if op == HostOp.LEFT:
@@ -242,6 +282,9 @@ class ServedArena(ArenaStore):
             super().close()
             raise
         self._process = Owner(f"the {self.name} store", self._let_go)
+
+    def _on_below(self) -> None:
+        self._server.tick_soon()
 
     def _let_go(self) -> None:
         self._server.let_go()
