@@ -15,7 +15,6 @@ from skymemory.index.radix import BlockInfo
 from skymemory.keys import first_ring
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.context import CacheContext
-from skymemory.store.named_values import get_named, put_named
 from skymemory.store.sealed import SealedStore
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import load_plan, save_plan
@@ -28,6 +27,7 @@ try:
     from skymemory.kv.block import KVLayout
     from skymemory.kv.codec.codec_base import RAW
     from skymemory.store.disk import DiskStore
+    from skymemory.store.named_values import get_named, put_named
     from skymemory.store.sky.shared_index import SharedIndex
 
     def _load(cache: BlockCache, tokens: Any, engine: Any) -> LoadResult:
@@ -49,6 +49,7 @@ except ImportError:  # the older release, where they stood elsewhere
     (RAW,) = _from("kv.codec.raw", "RAW")
     (DiskStore,) = _from("store.disk.store", "DiskStore")
     (SharedIndex,) = _from("store.shared_index", "SharedIndex")
+    get_named, put_named = _from("store.named", "get_named", "put_named")
 
     def _load(cache: Any, tokens: Any, engine: Any) -> Any:
         return cache.load(tokens, lambda found: engine)

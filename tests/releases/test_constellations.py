@@ -22,6 +22,15 @@ from skymemory.testbed.plan_file import load_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LATER_OP = 0x2A
+
+
+def a_later_operation() -> Op:
+    """A member that ``Op`` of this release lacks."""
+    later = int.__new__(Op, LATER_OP)
+    later._name_, later._value_ = "LATER", LATER_OP
+    return later
+
+
 VALUES = 4
 
 
@@ -162,7 +171,7 @@ def test_older_satellites_that_drop_a_question_go_on_serving(
     client = control_client(load_plan(sky.run_dir / "constellation.json"), 10.0)
     try:
         with client.lock:
-            later: Any = LATER_OP
+            later = a_later_operation()
             everyone = list(load_plan(sky.run_dir / "constellation.json").torus.satellites())
             asked = [client.machine.ask(later, b"whatever", here, client.now_s()) for here in everyone]
             answers = client.run(asked)
@@ -182,7 +191,7 @@ def test_this_releases_satellites_say_that_they_do_not_know_an_operation(sky: Sk
     client = control_client(plan, 5.0)
     try:
         with client.lock:
-            later: Any = LATER_OP
+            later = a_later_operation()
             everyone = plan.torus.satellites()
             answers = client.run([client.machine.ask(later, b"", here, client.now_s()) for here in everyone])
         assert {answer.report.failure for answer in answers.values()} == {"unsupported"}

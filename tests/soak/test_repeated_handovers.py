@@ -46,7 +46,7 @@ def _came_again(monkeypatch: pytest.MonkeyPatch, **faults: float) -> tuple[Count
 
     def noted_run(service, view, start, opened, now_s):
         chunks = opened[1]
-        request = service._request(view, start, chunks[0][0])
+        request = service._get_pending_ack(view, start, chunks[0][0])
         for ref, payload in chunks:
             note(service, request, ChunkRef.unpack(ref).index, ref, payload)
         return store_run(service, view, start, opened, now_s)

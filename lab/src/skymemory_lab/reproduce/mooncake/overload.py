@@ -168,8 +168,8 @@ def _runs(setting: ExperimentSetting) -> list[tuple[Situation, str, CellAnswer]]
 def overload_cell(source: ConversationSource, setup: ClusterSetup, rule: str) -> ClusterCell:
     name, _, long = rule.partition(", ")
     # With an infinite decoding time no request is forecast to leave: the most cautious prediction.
-    options = (("decode_s", INFINITE_S),) if long else ()
-    return ClusterCell(source, setup, scheduler_options=options, admission=name, curves=True)
+    setup = replace(setup, decode_s=INFINITE_S) if long else setup
+    return ClusterCell(source, setup, admission=name, curves=True)
 
 
 def _saved(ours: float, theirs: float) -> float:

@@ -137,7 +137,9 @@ def _of_the_conductor(name: str, world: World, options: Mapping[str, Any]) -> Sc
     return build(
         name,
         prefill=world.prefill,
-        decoding=None if world.decode is None else LeastTbt(world.cost, world.decode, setup.kv_tokens),
+        decoding=(
+            None if world.decode is None else LeastTbt(world.cost, world.decode, setup.kv_tokens, setup.decode_s)
+        ),
         cost=world.cost,
         holdings=pool,
         sources=LoadSources(network, far=pool, links=pool),

@@ -135,6 +135,8 @@ class ClusterSetup:
     kv_tokens: int = 1_300_000
     """KV memory of a decode machine: 0.9 of 8×80 GB less the 70B weights, at 320 KiB per token."""
     most_batch: int = 256
+    decode_s: float | None = None
+    """Time that the scheduler takes a request to decode; None: learnt."""
     mixed_tokens: int = 0
     """Tokens per step of coupled instances, decode tokens first; 0: decoding waits for prefills."""
     coupled_cache_tokens: int = 650_000
