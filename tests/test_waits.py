@@ -46,6 +46,7 @@ WAITS = {
     "store/host/client.py HostStore._attach sock.recv": TIMED,
     "store/host/server.py ArenaServer._accept self._listener.accept": NEVER_BLOCKS,
     "store/host/server.py ArenaServer._receive connection.sock.recv": NEVER_BLOCKS,
+    "store/host/server.py ArenaServer._run self._woken.recv": ENDED,
     "store/host/server.py ArenaServer._serve_below sock.recv": LIFE,
     "store/redis.py _DeadlineSocket.recv self._sock.recv": TIMED,
     "store/redis.py _DeadlineSocket.recv_into self._sock.recv_into": TIMED,
