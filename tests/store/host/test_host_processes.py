@@ -285,3 +285,17 @@ def test_with_a_stopped_owner_reads_go_on_at_once(folder: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_fault_of_the_owner_ends_one_connection_and_is_counted(
+    owner: ServedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(keys: object) -> None:
+        raise RuntimeError("a fault")
+
+    with HostStore(owner.folder) as client, HostStore(owner.folder) as other:
+        monkeypatch.setattr(owner, "touch", fail)
+        client.touch([key(1)])
+        assert other.put_many([(key(1), value(1))]) == [True]
+        in_time(lambda: client.put_many([(key(2), value(2))]) == [True])
+        assert owner.stats()["faults_total"] == 1

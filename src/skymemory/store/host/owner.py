@@ -187,6 +187,10 @@ class ArenaStore(BudgetedStore):
 
     def _on_below(self) -> None: ...
 
+    def count_fault(self) -> None:
+        with self._lock:
+            self._counters.add("faults")
+
     def drop_expired(self) -> None:
         """Drop values whose lifetime has ended: clients read without asking."""
         with self._open():

@@ -141,7 +141,8 @@ class ArenaServer:
             log.warning("client %s is disconnected: %s", connection.client, error)
         except OSError:
             pass
-        except Exception:
+        except Exception:  # a fault of ours ends this connection alone
+            self._store.count_fault()
             log.exception("client %s is disconnected by a fault of the owner", connection.client)
         self._end(connection)
 
@@ -173,7 +174,8 @@ class ArenaServer:
                     below.on_nearest_stored(places)
                 except InvalidInput:  # the hierarchy was closed
                     pass
-                except Exception:
+                except Exception:  # they stay in the nearest tier
+                    self._store.count_fault()
                     log.exception("%d values do not go to farther tiers", len(places))
 
     def _begin_below(self, sock: socket.socket, message: bytes) -> None:
