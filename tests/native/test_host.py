@@ -324,3 +324,24 @@ def test_a_reader_that_is_stopped_anywhere_sees_each_value_whole_or_not_at_all()
     said = os.read(reading, 100).decode()
     os.close(reading)
     assert said == ""
+
+
+def test_room_that_would_arise_is_counted_as_by_freeing() -> None:
+    dice = random.Random(5)
+    for _ in range(300):
+        used = sorted({(at * 4_096, 4_096 * dice.randint(1, 2)) for at in range(0, 40, 2) if dice.random() < 0.8})
+        size = dice.choice([64, 4_096, 5_000, 70_000, 100_000])
+        order = dice.sample(used, len(used))
+        free = Extents(48 * 4_096, used)
+        counted = free.count_until_room(rounded(size), order)
+        if free.has_room(rounded(size)):
+            continue
+        freed = 0
+        for begin, size_bytes in order:
+            free.free(begin, size_bytes)
+            freed += 1
+            if free.has_room(rounded(size)):
+                break
+        else:
+            freed = -1
+        assert counted == (None if freed < 0 else freed)

@@ -467,6 +467,10 @@ class Inventory:
     def victims_for(self, size_bytes: int) -> list[bytes] | None:
         return self._victims(size_bytes)
 
+    def victims_up_to(self, size_bytes: int) -> list[bytes]:
+        """Return victims that free ``size_bytes``, or all there are."""
+        return self._victims(size_bytes, partly=True) or []
+
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
         """Return the victims to ``evict`` for a put without ticket; its key is held until ``order.free``. None,
         changing nothing: a ticket is needed.

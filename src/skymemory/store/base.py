@@ -231,10 +231,14 @@ class Hierarchy(Protocol):
     def fill_nearest(self, keys: Sequence[bytes]) -> None:
         """Copy the values that farther tiers have into the nearest."""
 
-    def on_nearest_stored(self, places: Mapping[bytes, Place | None]) -> None:
-        """Store these values, which another process has stored in the nearest tier, in the farther tiers, later."""
+    def on_nearest_stored(self, places: Mapping[bytes, Place]) -> None:
+        """Store these blocks, which another process has stored in the nearest tier, in the farther tiers, later."""
+
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]: ...
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]: ...
+
+    def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float: ...
 
 
 @runtime_checkable
@@ -243,6 +247,9 @@ class Shared(Protocol):
 
     below: Hierarchy | None
     """The hierarchy whose nearest tier it is."""
+
+    def end_sharing(self) -> None:
+        """Serve other processes no more."""
 
 
 @runtime_checkable

@@ -126,6 +126,83 @@ def test_by_their_addresses_with_a_disk_below(folder: Path, tmp_path: Path) -> N
     keys, places = chain(3)
     with open_store(address), open_store(f"host://{folder}") as client:
         client.put_many([(each, value(at)) for at, each in enumerate(keys)], places)
-        time.sleep(0.3)
     with open_store(address), open_store(f"host://{folder}") as client:
         assert read(client.get_many(keys)) == [value(at) for at in range(3)], "from the disk, after all has ended"
+
+
+def test_a_named_value_is_in_all_tiers_when_it_is_acknowledged(
+    client: HostStore, far: SlowStore, tiers: TieredStore
+) -> None:
+    for version in (b"old" * 9_000, b"new" * 9_000):
+        assert client.put_many([(key(1), version), (key(2), version)]) == [True, True]
+        assert read(far.get_many([key(1), key(2)])) == [version] * 2
+    for at in range(60):  # it is evicted
+        client.put_many([(key(100 + at), value(at % 5, 200_000))], [Place(0)])
+    assert tiers.tiers[0].store.sizes([key(1)]) == [None]
+    assert read(client.get_many([key(1)])) == [b"new" * 9_000]
+
+
+def test_what_is_fetched_replaces_no_newer_value(client: HostStore, far: SlowStore, folder: Path) -> None:
+    far.put_many([(key(1), b"old")])
+    far.pause_s = 0.3
+    with HostStore(folder) as other:
+        reader = threading.Thread(target=other.get_many, args=([key(1)],))
+        reader.start()
+        in_time(lambda: far.asked == [key(1)])
+        assert client.put_many([(key(1), b"new")]) == [True]
+        reader.join()
+        assert read(other.get_many([key(1)])) == [b"new"] == read(client.get_many([key(1)]))
+
+
+def test_a_value_that_fits_the_arena_no_more_is_read_there_no_more(
+    client: HostStore, tiers: TieredStore, far: SlowStore
+) -> None:
+    assert client.put_many([(key(1), b"old")]) == [True]
+    assert tiers.put_many([(key(1), value(1, 5 << 20))]) == [True]
+    assert read(client.get_many([key(1)])) != [b"old"]
+    assert read(tiers.get_many([key(1)])) == [value(1, 5 << 20)]
+
+
+def test_a_slow_fetch_holds_up_no_other_question_of_the_client(client: HostStore, far: SlowStore) -> None:
+    far.put_many([(key(number), value(number)) for number in range(3)])
+    far.pause_s = 1.0
+    thread = threading.Thread(target=client.get_many, args=([key(1)],))
+    thread.start()
+    in_time(lambda: far.asked == [key(1)])
+    began_s = time.monotonic()
+    assert client.lookup([key(0), key(9)]) == [Presence.HIT, Presence.MISS]
+    assert time.monotonic() - began_s < 0.5
+    thread.join()
+
+
+def test_the_time_to_load_from_farther_tiers_is_estimated(client: HostStore, far: SlowStore) -> None:
+    client.put_many([(key(0), value(0))], [Place(0)])
+    far.put_many([(key(1), value(1, 100_000))])
+    near, both = (client.estimate_load_s(keys, 0.0) for keys in ([key(0)], [key(0), key(1)]))
+    assert 0.0 < near < both < 1.0 and client.estimate_load_s([key(0), key(9)], 0.0) == float("inf")
+
+
+def test_a_damaged_value_goes_to_no_farther_tier(folder: Path, tiers: TieredStore, far: SlowStore) -> None:
+    arena = tiers.tiers[0].store
+    assert isinstance(arena, ServedArena)
+    arena.end_sharing()  # its thread would find the damage
+    client = arena.connect()
+    number, (offset,) = arena.reserve(client, [(key(1), 1_000)], [Place(0)])
+    assert offset is not None
+    assert arena.commit(client, number, [12345])[0] == [True], "a checksum of other bytes"
+    for at in range(60):
+        arena.put_many([(key(100 + at), value(at % 5, 200_000))], [Place(0)])
+    assert arena.sizes([key(1)]) == [None] and tiers.flush(10.0)
+    assert far.lookup([key(1)]) == [Presence.MISS] and far.lookup([key(100)]) == [Presence.HIT]
+
+
+def test_blocks_of_clients_reach_the_disk_before_a_clean_end(folder: Path, tmp_path: Path) -> None:
+    disk = f"disk://{tmp_path}/values?budget=256MiB"
+    keys, places = chain(200)
+    with (
+        open_store(f"tiers:?tier=host://64MiB?at={folder}&tier={disk.replace('&', '%26')}"),
+        open_store(f"host://{folder}") as client,
+    ):
+        assert client.put_many([(each, value(at, 100_000)) for at, each in enumerate(keys)], places) == [True] * 200
+    with open_store(disk) as store:
+        assert store.prefix(keys) == 200

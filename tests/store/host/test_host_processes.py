@@ -21,6 +21,7 @@ from tests.soak.host import HostSoak
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
+from skymemory.store.host.owner import ArenaStore
 from skymemory.store.host.server import ServedArena
 from skymemory.testbed.open_store import open_store
 
@@ -187,6 +188,47 @@ def test_values_outlive_their_store_while_they_are_in_use(owner: ServedArena) ->
     del view
     gc.collect()
     in_time(lambda: flood(owner, 1))
+
+
+def test_memory_of_an_ended_owner_is_given_back_though_a_client_maps_it(folder: Path) -> None:
+    owner = ServedArena(folder, 32 << 20)
+    client = HostStore(folder)
+    client.put_many([(key(number), value(number, 1_000_000)) for number in range(20)])
+    (view,) = client.get_many([key(7)])
+    with open(folder / "values", "rb") as values:
+        assert os.fstat(values.fileno()).st_blocks * 512 >= 32 << 20
+        owner.close()
+        assert os.fstat(values.fileno()).st_blocks * 512 < 4 << 20
+        assert view == value(7, 1_000_000) and client.get_many([key(6)]) == [None]
+    client.close()
+
+
+def test_a_store_that_is_closed_maps_nothing(folder: Path) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(folder))
+
+    owner, client = ServedArena(folder, BUDGET_BYTES), HostStore(folder)
+    client.put_many([(key(1), value(1))])
+    (view,) = client.get_many([key(1)])
+    assert mapped() > 0
+    owner.close()
+    client.close()
+    assert view == value(1)
+    del view
+    assert mapped() == 0
+
+
+def test_nothing_is_evicted_for_a_value_that_would_not_fit_then_either(folder: Path) -> None:
+    with ArenaStore(folder, 8 << 20) as store:
+        keys = [key(number) for number in range(20)]
+        for each in keys:  # no chain
+            store.put_many([(each, value(1, 400_000))])
+        assert all(store.pin([keys[number]], 60.0) == [True] for number in range(1, 20, 3))
+        before = store.stored_keys()
+        assert store.put_many([(key(99), bytes(3_000_000))]) == [False]
+        assert store.stored_keys() == before
+        assert store.put_many([(key(98), bytes(700_000))]) == [True]
+        assert len(before) + 1 - len(store.stored_keys()) <= 3
 
 
 def test_a_second_owner_and_a_client_without_an_owner_are_refused(owner: ServedArena, tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Sequence
 
 from skymemory.cache.tiers.outbound import Moving, Outbound
-from skymemory.cache.tiers.tier import Tier
+from skymemory.cache.tiers.tier import Backlog, Tier
 from skymemory.cache.tiers.write import note_missed, write
+from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
 from skymemory.pacing import Backoff
 from skymemory.store.base import KeyLocks, Presence
 
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES, _BATCH_BLOCKS = 16 << 20, 256
 _AGAIN_S = 0.05
 _IDLE_S = 1.0
 
@@ -104,13 +105,13 @@ class TierMover:
 
     def _store_backlog(self, tier: Tier) -> None:
         """Store blocks that ``tier`` missed, from other tiers. Blocks neither taken nor refused stay in its backlog."""
-        backlog = tier.backlog.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
+        backlog = self._batch_of(tier.backlog)
+        done: list[bool] = []
         with self._locks.try_lock(backlog) as locked:
             keys = [key for key in backlog if key in locked]
             presence = tier.lookup(keys)
             missing = [key for key, state in zip(keys, presence, strict=True) if state is not Presence.HIT]
             values, unstored = self._copies(missing, tier)
-            done: list[bool] = []
             if values:
                 done, tier_write = write(tier, list(values.items()), [backlog[key] for key in values], copies=True)
                 unstored |= {key for key, ok in zip(values, done, strict=True) if not ok} - tier_write.refused
@@ -118,6 +119,20 @@ class TierMover:
             tier.backlog.discard(keys)
             tier.backlog.add({key: backlog[key] for key in keys if key in unstored})
             tier.backlog_retry.on_result(not unstored or any(done), tier.clock())
+        if any(done) and tier.backlog:
+            self._outbound.wake()  # go on at once
+
+    def _batch_of(self, backlog: Backlog) -> dict[bytes, Place]:
+        """Return a backlog's oldest blocks, up to ``_BATCH_BYTES`` or a single one."""
+        nearest, places = self._tiers[0], backlog.first(_BATCH_BLOCKS)
+        keys: list[bytes] = []
+        size_bytes = 0.0
+        for key, known_bytes in zip(places, nearest.sizes(list(places)), strict=True):
+            size_bytes += nearest.mean_value_bytes if known_bytes is None else known_bytes
+            if keys and size_bytes > _BATCH_BYTES:
+                break
+            keys.append(key)
+        return {key: places[key] for key in keys}
 
     def _copies(self, keys: Sequence[bytes], target: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
         """Return values from the queue or other tiers, and the keys that a silent tier may have."""

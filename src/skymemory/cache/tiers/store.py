@@ -45,6 +45,7 @@ from skymemory.store.named_values import Listing, NamedValue, unwrap_store
 from skymemory.store.wrappers import Sketch
 
 PROMOTIONS = ("always", "second hit", "never")
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,10 @@ class TieredStore(TwoPhase):
                 )
         for tier, store in evicting if self.settings.demote else ():
             store.on_evict = self._demoting(tier)
-        if len(self.tiers) > 1 and isinstance(self.tiers[0].store, Shared):
-            self.tiers[0].store.below = self
+        nearest = self.tiers[0].store
+        self._shared = nearest if len(self.tiers) > 1 and isinstance(nearest, Shared) else None
+        if self._shared is not None:
+            self._shared.below = self
         self._mover = TierMover(self.tiers, self._outbound, self._locks, self._counters)
 
     @property
@@ -214,23 +217,10 @@ class TieredStore(TwoPhase):
         finally:
             self.release(ticket)
 
-    def on_nearest_stored(self, places: Mapping[bytes, Place | None]) -> None:
-        """Store values that another process has stored in the nearest tier in the farther tiers, later."""
-        with self._locks.exclusive(list(places)):
-            # Blocks are copied from the nearest tier when there is time, or were evicted and move already. Other values
-            # may change until then.
-            blocks = {key: place for key, place in places.items() if place is not None}
-            for tier in self.tiers[1:]:
-                tier.backlog.add(blocks)
-            others = [key for key in places if key not in blocks]
-            self._outbound.discard(others)
-            for key, value in zip(others, self.tiers[0].store.get_many(others), strict=True):
-                moving = (
-                    None if value is None else Moving(key, bytes(value), tuple(range(1, len(self.tiers))), True, None)
-                )
-                if moving is None or not self._outbound.add(moving):
-                    for tier in self.tiers[1:]:
-                        tier.dirty_keys.add([key])
+    def on_nearest_stored(self, places: Mapping[bytes, Place]) -> None:
+        """Store blocks that another process has stored in the nearest tier in the farther tiers, later."""
+        for tier in self.tiers[1:]:  # read from the nearest tier then; if evicted before, they are moving already
+            tier.backlog.add(dict(places))
         self._outbound.wake()
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview], policy: str | None = None) -> None:
@@ -278,6 +268,8 @@ class TieredStore(TwoPhase):
             return [False] * len(ticket.items)
         with self._locks.exclusive([key for key, _ in ticket.items], patience_s()) as ours:
             stored = state.complete() if ours else set[bytes]()
+        if self._shared is not None and self.tiers[0].dirty_keys:
+            self.tiers[0].delete_dirty()  # now: other processes do not know which they are
         self._outbound.wake()
         self._counters.add("stored_total", len(stored))
         self._counters.add("refused_total", sum(key not in stored for key, _ in ticket.items))
@@ -287,8 +279,15 @@ class TieredStore(TwoPhase):
         return [key in stored for key, _ in ticket.items]
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is moving; False on timeout."""
-        return self._outbound.wait_empty(timeout_s)
+        """Wait until nothing is moving, or owed to a tier that answers; False on timeout."""
+        until_s = time.monotonic() + timeout_s
+        while self._outbound.wait_empty(until_s - time.monotonic()):
+            if not any(tier.backlog and tier.usable(()) for tier in self.tiers):
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return False
 
     # --- pins, deletion, prefetch, figures ---
 
@@ -380,6 +379,8 @@ class TieredStore(TwoPhase):
         """Write back for up to ``close_deadline_s``; the remainder counts as lost."""
         if self._owner.elsewhere:  # its threads run in the parent process
             return
+        if self._shared is not None:
+            self._shared.end_sharing()
         with self._lock:
             if self._closed:
                 return

@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from skymemory import native
@@ -149,6 +150,22 @@ class OwnedArena:
 
     def pages(self) -> list[int]:
         return sorted(int(path.name) for path in (self.folder / "pages").iterdir() if path.name.isdigit())
+
+    def give_memory_back(self, kept: Iterable[tuple[int, int]]) -> None:
+        """Free the memory of ``values`` for all who map it, but for ``kept`` (begin, size), ascending."""
+        begin = 0
+        for kept_begin, kept_bytes in (*kept, (self.shape.values_bytes, 0)):
+            end = kept_begin // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > begin:
+                with contextlib.suppress(AttributeError, OSError):
+                    self.values.madvise(mmap.MADV_REMOVE, begin, end - begin)
+            begin = -(-(kept_begin + kept_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def unmap(self) -> None:
+        """Unmap the files; values in use are unmapped with their last view."""
+        for mapped in (self.directory, self.values):
+            with contextlib.suppress(BufferError):
+                mapped.close()
 
     def let_go(self) -> None:
         """Close a forked child's copy of the locked descriptor."""

@@ -65,8 +65,12 @@ class _Reserved:
 
     number: int
     grant: int
+    items: list[int]
+    """Positions in the ticket."""
     offsets: list[int | None]
     sizes: list[int]
+    is_for_all: bool
+    """True if the owner stores the values in all tiers: they may change, so it must order them."""
 
 
 @dataclass(slots=True)
@@ -108,14 +112,20 @@ class HostStore(RemoteStore):
         self._lock = threading.RLock()
         """Lock of the socket: one message at a time."""
         self._sock: socket.socket | None = None
-        self._below: socket.socket | None = None
-        """Connection for questions that may wait for farther tiers."""
-        self._below_lock = threading.Lock()
+        self._idle_below: list[socket.socket] = []
+        """Connections for questions that may wait for farther tiers, one for each question at a time."""
         self._has_below = False
         self._fetch_s = fetch_s
         self._retry_s = self._look_s = -math.inf
-        self._mapping = self._attach()
+        self._mapped: Mapping | None = None
+        self._mapped = self._attach()
         self._owner = Owner(f"the {name} store", self._let_go)
+
+    @property
+    def _mapping(self) -> Mapping:
+        if self._mapped is None:
+            raise InvalidInput(f"the {self._name} store is closed: open a new one")
+        return self._mapped
 
     # --- the owner ---
 
@@ -165,10 +175,11 @@ class HostStore(RemoteStore):
 
     def _let_go(self) -> None:
         """Close a forked child's copies of the descriptors."""
-        for sock in (self._sock, self._below):
+        for sock in (self._sock, *self._idle_below):
             if sock is not None:
                 sock.close()
-        self._mapping.reader.let_go()
+        if self._mapped is not None:
+            self._mapped.reader.let_go()
 
     def _follow_owner(self) -> Mapping:
         """Return the mapping to read by; attach again if the owner has gone."""
@@ -193,7 +204,7 @@ class HostStore(RemoteStore):
         if self._clock() < self._retry_s:
             return False
         try:
-            self._mapping = self._attach(self._mapping, timeout_s)
+            self._mapped = self._attach(self._mapping, timeout_s)
         except SkyMemoryError:
             self._counters.add("unreachable")
             return False
@@ -231,29 +242,40 @@ class HostStore(RemoteStore):
 
     # --- farther tiers of the owner ---
 
-    def _ask_below(self, op: HostOp, keys: Sequence[bytes], timeout_s: float) -> Iterator[memoryview | None]:
-        """Yield the answers about ``keys``, in parts of ``MOST_ITEMS``; None without an answer in time."""
-        with self._below_lock:
-            for at in range(0, len(keys), MOST_ITEMS):
-                yield self._ask_one_below(messages.pack_keys(op, keys[at : at + MOST_ITEMS]), timeout_s)
+    def _ask_below(
+        self, op: HostOp, keys: Sequence[bytes], timeout_s: float, seconds: float | None = None
+    ) -> Iterator[memoryview | None]:
+        """Yield the answers about ``keys``, in parts of ``MOST_ITEMS``; None for those not answered in time."""
+        until_s = time.monotonic() + timeout_s
+        for at in range(0, len(keys), MOST_ITEMS):
+            yield self._ask_one_below(messages.pack_keys(op, keys[at : at + MOST_ITEMS], seconds), until_s)
 
-    def _ask_one_below(self, message: bytes, timeout_s: float) -> memoryview | None:
+    def _ask_one_below(self, message: bytes, until_s: float) -> memoryview | None:
+        sock = None
         try:
-            if self._below is None:
-                self._below = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._below.settimeout(self._timeout_s)
-                self._below.connect(str(self._folder / SOCKET))
-                self._below.send(BELOW.pack(HostOp.BELOW, VERSION))
-                _opened(self._below.recv(MAX_BYTES))
-            self._below.settimeout(max(timeout_s, 0.001))
-            self._below.send(message)
-            return _opened(self._below.recv(MAX_BYTES))
-        except (OSError, InvalidInput):
+            sock = self._idle_below.pop() if self._idle_below else self._connect_below()
+            sock.settimeout(max(until_s - time.monotonic(), 0.001))
+            sock.send(message)
+            answer = _opened(sock.recv(MAX_BYTES))
+        except (OSError, SkyMemoryError):
             self._counters.add("unanswered")
-            if self._below is not None:
-                self._below.close()
-                self._below = None
+            if sock is not None:
+                sock.close()
             return None
+        self._idle_below.append(sock)
+        return answer
+
+    def _connect_below(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.settimeout(self._timeout_s)
+            sock.connect(str(self._folder / SOCKET))
+            sock.send(BELOW.pack(HostOp.BELOW, VERSION))
+            _opened(sock.recv(MAX_BYTES))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     # --- reading ---
 
@@ -300,14 +322,12 @@ class HostStore(RemoteStore):
         return ticket
 
     def _fetch(self, keys: Sequence[bytes], held: list[native.HostView | Literal[False] | None]) -> None:
-        """Let the owner copy absent values into the arena, and hold them."""
-        absent = [at for at, view in enumerate(held) if view is None]
-        if not absent or not self._has_below:
-            return
-        wanted = [keys[at] for at in absent]
-        list(self._ask_below(HostOp.FETCH, wanted, self._fetch_s))
-        for at, view in zip(absent, self._mapping.reader.hold(wanted), strict=True):
-            held[at] = view
+        """Let the owner copy absent values into the arena, and hold each part of them."""
+        absent = [at for at, view in enumerate(held) if view is None] if self._has_below else []
+        for number, _ in enumerate(self._ask_below(HostOp.FETCH, [keys[at] for at in absent], self._fetch_s)):
+            part = absent[number * MOST_ITEMS :][:MOST_ITEMS]
+            for at, view in zip(part, self._mapping.reader.hold([keys[at] for at in part]), strict=True):
+                held[at] = view
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
@@ -359,17 +379,22 @@ class HostStore(RemoteStore):
             )
 
     def _reserve(self, ticket: StoreTicket) -> _StoreState:
+        places = ticket.places
         with self._connected():
             state = _StoreState(self._mapping)
             sized = [(key, size_of(value)) for key, value in ticket.items]
-            for at in range(0, len(sized), MOST_ITEMS):
-                grant = state.mapping.reader.grant
-                message = messages.pack_reserve(sized[at : at + MOST_ITEMS], ticket.places[at : at + MOST_ITEMS])
-                answer = self._ask(message)
-                if answer is None or self._mapping is not state.mapping:
-                    break
-                number, offsets = messages.unpack_reserved(answer)
-                state.parts.append(_Reserved(number, grant, offsets, [size for _, size in sized[at : at + MOST_ITEMS]]))
+            for_all = [at for at, place in enumerate(places) if place is None] if self._has_below else []
+            others = [at for at, place in enumerate(places) if place is not None or not self._has_below]
+            for positions, is_for_all in ((others, False), (for_all, True)):
+                for begin in range(0, len(positions), MOST_ITEMS):
+                    part = positions[begin : begin + MOST_ITEMS]
+                    grant = state.mapping.reader.grant
+                    answer = self._ask(messages.pack_reserve([sized[at] for at in part], [places[at] for at in part]))
+                    if answer is None or self._mapping is not state.mapping:
+                        return state
+                    number, offsets = messages.unpack_reserved(answer)
+                    sizes = [sized[at][1] for at in part]
+                    state.parts.append(_Reserved(number, grant, part, offsets, sizes, is_for_all))
             return state
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
@@ -378,30 +403,38 @@ class HostStore(RemoteStore):
         started_s = self._clock()
         state = ticket.state
         assert isinstance(state, _StoreState)
-        done: list[bool] = []
+        done = [False] * len(ticket.items)
+        unanswered = set(range(len(done)))
         for part in state.parts:
-            values = ticket.items[len(done) : len(done) + len(part.offsets)]
+            values = [ticket.items[at][1] for at in part.items]
             crcs = [
                 None
                 if offset is None or size_of(value) != size
                 else state.mapping.reader.write(offset, value, part.grant)
-                for offset, size, (_, value) in zip(part.offsets, part.sizes, values, strict=True)
+                for offset, size, value in zip(part.offsets, part.sizes, values, strict=True)
             ]
-            with self._lock:
-                # Room of another owner or connection is void: it was given back.
-                is_void = self._sock is None or self._mapping is not state.mapping
-                is_void = is_void or state.mapping.reader.grant != part.grant
-                answer = None if is_void else self._ask(messages.pack_commit(part.number, crcs))
+            answer = self._commit(state.mapping, part, crcs)
             if answer is None:
                 break
-            done += [verdict is True for verdict in messages.unpack_verdicts(answer)]
-        unanswered = ticket.items[len(done) :]
-        ticket.unanswered = frozenset(key for key, _ in unanswered)
-        done += [False] * len(unanswered)
+            unanswered.difference_update(part.items)
+            for at, verdict in zip(part.items, messages.unpack_verdicts(answer), strict=True):
+                done[at] = verdict is True
+        ticket.unanswered = frozenset(ticket.items[at][0] for at in unanswered)
         self._counters.add("stored", done.count(True))
         self._counters.add("refused", done.count(False))
         ticket.seconds = self._clock() - started_s
         return done
+
+    def _commit(self, mapping: Mapping, part: _Reserved, crcs: list[int | None]) -> memoryview | None:
+        with self._lock:
+            # Room of another owner or connection is void: it was given back.
+            if self._sock is None or self._mapping is not mapping or mapping.reader.grant != part.grant:
+                return None
+            if not part.is_for_all:
+                return self._ask(messages.pack_commit(part.number, crcs))
+        return self._ask_one_below(
+            messages.pack_put(mapping.number, part.number, crcs), time.monotonic() + self._fetch_s
+        )
 
     # --- other calls ---
 
@@ -441,8 +474,15 @@ class HostStore(RemoteStore):
         return done
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        sizes = self._mapping.reader.sizes(self._check(keys))
-        return sum(math.inf if size is None else size for size in sizes) / self._read_bytes_per_s
+        keys = self._check(keys)
+        sizes = self._mapping.reader.sizes(keys)
+        far = [key for key, size in zip(keys, sizes, strict=True) if size is None]
+        seconds = sum(size for size in sizes if size is not None) / self._read_bytes_per_s
+        if not far or not self._has_below:
+            return math.inf if far else seconds
+        for answer in self._ask_below(HostOp.ESTIMATE, far, self._timeout_s, now_s):
+            seconds += math.inf if answer is None else messages.unpack_answer_seconds(answer)[0]
+        return seconds
 
     @contextmanager
     def at_once(self) -> Iterator[bool]:
@@ -463,7 +503,7 @@ class HostStore(RemoteStore):
         return {
             **owner,
             **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
-            "held_values": self._mapping.reader.held,
+            "held_values": 0 if self._mapped is None else self._mapped.reader.held,
             "open_leases": len(self._loads) + len(self._stores),
         }
 
@@ -473,10 +513,11 @@ class HostStore(RemoteStore):
         with self._lock:
             self._closed = True
             self._drop()
-            if self._below is not None:
-                self._below.close()
+            while self._idle_below:
+                self._idle_below.pop().close()
             self._loads.clear()
             self._stores.clear()
+            self._mapped = None  # unmapped with the last view
 
 
 def _opened(answer: bytes) -> memoryview:

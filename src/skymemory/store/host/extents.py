@@ -7,6 +7,7 @@ Blocks of one model have one size, so each free extent fits the next block exact
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import ChainMap
 from collections.abc import Iterable
 
 ALIGNED, LARGE_BYTES, LARGE_ALIGNED = 64, 64 << 10, 4096
@@ -17,6 +18,11 @@ def rounded(size_bytes: int) -> int:
     """Return the bytes that a value takes up."""
     aligned = LARGE_ALIGNED if size_bytes >= LARGE_BYTES else ALIGNED
     return max(-(-size_bytes // aligned) * aligned, ALIGNED)
+
+
+def _start(begin: int, size_bytes: int) -> int:
+    aligned = LARGE_ALIGNED if size_bytes >= LARGE_BYTES else ALIGNED
+    return -(-begin // aligned) * aligned
 
 
 class Extents:
@@ -48,19 +54,44 @@ class Extents:
     def largest(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0
 
+    def has_room(self, size_bytes: int) -> bool:
+        return self._find(size_bytes) is not None
+
     def allocate(self, size_bytes: int) -> int | None:
         """Return the begin of an extent in the smallest free extent with room; None without."""
-        aligned = LARGE_ALIGNED if size_bytes >= LARGE_BYTES else ALIGNED
+        found = self._find(size_bytes)
+        if found is None:
+            return None
+        begin, free_bytes = found
+        self._remove(begin, free_bytes)
+        start = _start(begin, size_bytes)
+        if start > begin:
+            self._add(begin, start - begin)
+        if start + size_bytes < begin + free_bytes:
+            self._add(start + size_bytes, begin + free_bytes - start - size_bytes)
+        return start
+
+    def _find(self, size_bytes: int) -> tuple[int, int] | None:
         for at in range(bisect_left(self._by_size, (size_bytes, 0)), len(self._by_size)):
-            free, begin = self._by_size[at]
-            start = -(-begin // aligned) * aligned
-            if start + size_bytes <= begin + free:
-                self._remove(begin, free)
-                if start > begin:
-                    self._add(begin, start - begin)
-                if start + size_bytes < begin + free:
-                    self._add(start + size_bytes, begin + free - start - size_bytes)
-                return start
+            free_bytes, begin = self._by_size[at]
+            if _start(begin, size_bytes) + size_bytes <= begin + free_bytes:
+                return begin, free_bytes
+        return None
+
+    def count_until_room(self, size_bytes: int, extents: Iterable[tuple[int, int]]) -> int | None:
+        """Return how many of ``extents`` must be freed, in this order, until one has room; None if none ever has."""
+        sizes: ChainMap[int, int | None] = ChainMap({}, self._sizes)  # type: ignore[arg-type]
+        begins: ChainMap[int, int | None] = ChainMap({}, self._begins)  # type: ignore[arg-type]
+        for count, (begin, freed_bytes) in enumerate(extents, 1):
+            end = begin + freed_bytes
+            if (before := begins.get(begin)) is not None:
+                begins[begin], begin = None, before
+            if (after_bytes := sizes.get(end)) is not None:
+                sizes[end] = None
+                end += after_bytes
+            sizes[begin], begins[end] = end - begin, begin
+            if _start(begin, size_bytes) + size_bytes <= end:
+                return count
         return None
 
     def free(self, begin: int, size_bytes: int) -> None:

@@ -40,6 +40,9 @@ class HostOp(enum.IntEnum):
     SIZES = 12
     FETCH = 13
     """Copy what farther tiers have into the arena."""
+    PUT = 14
+    """Client's number and a COMMIT's body: store those values in all tiers, as the owner's own."""
+    ESTIMATE = 15
 
 
 class HostStatus(enum.IntEnum):
@@ -127,6 +130,16 @@ def unpack_reserved(body: memoryview) -> tuple[int, list[int | None]]:
 
 def pack_commit(number: int, crcs: Sequence[int | None]) -> bytes:
     return bytes([HostOp.COMMIT]) + pack_reserved(number, crcs)
+
+
+def pack_put(client: int, number: int, crcs: Sequence[int | None]) -> bytes:
+    return bytes([HostOp.PUT]) + _NUMBER.pack(client) + pack_reserved(number, crcs)
+
+
+def unpack_put(body: memoryview) -> tuple[int, int, list[int | None]]:
+    if len(body) < _NUMBER.size:
+        raise Malformed("no client's number")
+    return *_NUMBER.unpack_from(body), *unpack_commit(body[_NUMBER.size :])
 
 
 def unpack_commit(body: memoryview) -> tuple[int, list[int | None]]:

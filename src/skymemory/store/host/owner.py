@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -174,7 +175,21 @@ class ArenaStore(BudgetedStore):
             if self._closed:
                 return
             self._closed = True
+            if not self._keep and len(self._clients) > 1:
+                self._give_memory_back()
             self._arena.close(self._keep)
+            del self._reader, self._directory
+            for client in self._clients.values():
+                client.page.close()
+            self._arena.unmap()
+
+    def _give_memory_back(self) -> None:
+        """Free the memory of all values that nobody holds: clients may go on to map the files that are removed."""
+        for key in self._extents:
+            self._directory.take(key)
+        held = self._held_offsets()
+        kept = {extent.offset: rounded(extent.size_bytes) for extent in self._extents.values()} | self._quarantined
+        self._arena.give_memory_back(sorted((offset, kept[offset]) for offset in held & kept.keys()))
 
     @property
     def below(self) -> Hierarchy | None:
@@ -186,6 +201,8 @@ class ArenaStore(BudgetedStore):
         self._on_below()
 
     def _on_below(self) -> None: ...
+
+    def end_sharing(self) -> None: ...
 
     def count_fault(self) -> None:
         with self._lock:
@@ -305,17 +322,35 @@ class ArenaStore(BudgetedStore):
         """Return room, evicting more than the budget demands if free room is in pieces; None without."""
         offset = self._free.allocate(rounded(size_bytes))
         if offset is None:
-            self._drop_ended()
-            self._free_quarantined()
+            self._learn_of_clients()
             offset = self._free.allocate(rounded(size_bytes))
-        while offset is None:
-            victims = self._inventory.victims_for(1)
-            if not victims:
-                return None
+        while offset is None and (victims := self._victims_for(size_bytes)):
             self._evict(victims)
             self._counters.add("evicted_for_shape", len(victims))
             offset = self._free.allocate(rounded(size_bytes))
-        return Extent(offset, size_bytes)
+        return None if offset is None else Extent(offset, size_bytes)
+
+    def _can_allocate(self, size_bytes: int) -> bool:
+        """Return False if holds and pins leave no room in one piece, whatever is evicted."""
+        return self._free.largest >= 2 * rounded(size_bytes) or self._victims_for(size_bytes) is not None
+
+    def _victims_for(self, size_bytes: int) -> list[bytes] | None:
+        """Return what has to be evicted until a free extent has room; None if none ever has."""
+        size_bytes = rounded(size_bytes)
+        if self._free.has_room(size_bytes):
+            return []
+        held = self._held_offsets()
+        most_bytes = size_bytes
+        while True:
+            victims = self._inventory.victims_up_to(most_bytes)
+            extents = [self._extents[key] for key in victims]
+            freed = [(extent.offset, 0 if extent.offset in held else rounded(extent.size_bytes)) for extent in extents]
+            count = self._free.count_until_room(size_bytes, freed)
+            if count is not None:
+                return victims[:count]
+            if sum(extent.size_bytes for extent in extents) < most_bytes:
+                return None
+            most_bytes *= 8
 
     def _evict(self, victims: Sequence[bytes]) -> None:
         freed: list[Extent] = []
@@ -323,12 +358,16 @@ class ArenaStore(BudgetedStore):
             self._inventory.evict(key)
             place = self._inventory.take_place(key)
             extent = self._extents.pop(key)
-            if self.on_evict is not None:
-                self.on_evict(key, bytes(self._bytes_of(extent)), place)
+            if self.on_evict is not None and (value := self._sound_bytes(key)) is not None:
+                self.on_evict(key, value, place)
             self._leave(key, extent)
             freed.append(extent)
         self._free_extents(freed)
         self._counters.add("evicted", len(victims))
+
+    def _sound_bytes(self, key: bytes) -> bytes | None:
+        (view,) = self._reader.hold([key])
+        return bytes(view) if view and (view.checked or view.is_sound()) else None
 
     def _bytes_of(self, extent: Extent) -> memoryview:
         return memoryview(self._arena.values)[extent.offset : extent.offset + extent.size_bytes]
@@ -415,6 +454,7 @@ class ArenaStore(BudgetedStore):
             places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
             if self._inventory.excess_bytes > 0:  # the reservation counts
                 self._learn_of_clients()
+                items = {key: value for key, value in items.items() if self._can_allocate(size_of(value))}
             count, victims = self._inventory.in_the_way([(key, size_of(value)) for key, value in items.items()])
             self._counters.add("refused", len(items) - count)
             self._evict(victims)
@@ -441,6 +481,28 @@ class ArenaStore(BudgetedStore):
 
     # --- stores of clients ---
 
+    def withdraw(
+        self, client_number: int, number: int, crcs: Sequence[int | None]
+    ) -> list[tuple[bytes, bytes | None, Place | None]]:
+        """End a reservation; return its keys, with copies of the values that were written there, and places."""
+        with self._open():
+            client = self._clients.get(client_number)
+            reservation = client.reservations.pop(number, None) if client is not None else None
+            if reservation is None or len(crcs) != len(reservation.extents):
+                raise InvalidInput("this reservation is not open: each is committed once, by its client")
+            self._inventory.take_store(reservation.ticket, self._clock())
+            self._inventory.end_store(reservation.ticket)
+            written = [None if extent is None else self._bytes_of(extent) for extent in reservation.extents]
+        copies = [None if view is None or crc is None else bytes(view) for view, crc in zip(written, crcs, strict=True)]
+        values = [
+            value if value is not None and zlib.crc32(value) == crc else None
+            for value, crc in zip(copies, crcs, strict=True)
+        ]
+        with self._open():
+            self._free_extents([extent for extent in reservation.extents if extent is not None])
+        items, places = reservation.ticket.items, reservation.ticket.places
+        return [(key, value, place) for (key, _), value, place in zip(items, values, places, strict=True)]
+
     def reserve(
         self, client: Client, items: Sequence[tuple[bytes, int]], places: Sequence[Place | None]
     ) -> tuple[int, list[int | None]]:
@@ -454,8 +516,13 @@ class ArenaStore(BudgetedStore):
             if self._inventory.excess_bytes + sum(size for _, size in items) > 0:
                 self._learn_of_clients()
             ticket, granted = self._inventory.open_store(sized, places, self._clock(), self._lease_s, self._name)
+            excess_bytes = self._inventory.excess_bytes
+            if excess_bytes > 0:
+                fits = [ok and self._can_allocate(size) for (_, size), ok in zip(items, granted, strict=True)]
+                excess_bytes -= sum(size for (_, size), ok, fit in zip(items, granted, fits, strict=True) if ok != fit)
+                granted = fits
             self._counters.add("refused", granted.count(False))
-            self._evict(self._inventory.victims_for(self._inventory.excess_bytes) or [])
+            self._evict(self._inventory.victims_for(excess_bytes) or [])
             extents: list[Extent | None] = []
             for (_, size), ok in zip(items, granted, strict=True):
                 extents.append(self._allocate(size) if ok else None)
@@ -482,11 +549,13 @@ class ArenaStore(BudgetedStore):
             done = []
             for at, (key, _) in enumerate(reservation.ticket.items):
                 extent, crc = reservation.extents[at], crcs[at]
+                place = reservation.ticket.places[at]
                 stored = (
                     in_time[at]
                     and extent is not None
                     and crc is not None
-                    and self._enter(key, extent, crc, reservation.ticket.places[at])
+                    and (place is not None or self._below is None)  # else farther tiers have to know
+                    and self._enter(key, extent, crc, place)
                 )
                 if stored:
                     reservation.extents[at] = None

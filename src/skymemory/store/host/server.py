@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.forks import Owner
 from skymemory.kv.block import Place
-from skymemory.store.base import KeyLocks
+from skymemory.store.base import Hierarchy, KeyLocks
 from skymemory.store.host import messages
 from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, VERSION, WELCOME, HostOp, HostStatus, Malformed
 from skymemory.store.host.owner import ArenaStore, Client
@@ -53,8 +54,8 @@ class ArenaServer:
         self._selector = selectors.DefaultSelector()
         self._unchecked: deque[bytes] = deque(store.stored_keys())
         """Keys of values not yet compared with their checksums."""
-        self._stored: queue.SimpleQueue[dict[bytes, Place | None] | None] = queue.SimpleQueue()
-        """Values of clients that farther tiers lack."""
+        self._stored: queue.SimpleQueue[dict[bytes, Place] | None] = queue.SimpleQueue()
+        """Blocks of clients that farther tiers lack."""
         self._fetching = KeyLocks()
         self._below: set[socket.socket] = set()
         self._wake, self._woken = socket.socketpair()
@@ -204,9 +205,15 @@ class ArenaServer:
             sock.close()
 
     def _ask_below(self, op: int, body: memoryview) -> bytes:
-        keys, below = messages.unpack_keys(body), self._store.below
+        below = self._store.below
         if below is None:
             raise InvalidInput("there are no farther tiers")
+        if op == HostOp.PUT:
+            return messages.pack_verdicts(self._put(below, *messages.unpack_put(body)))
+        if op == HostOp.ESTIMATE:
+            now_s, keys = messages.unpack_seconds(body)
+            return messages.pack_seconds([below.estimate_load_s(keys, now_s)])
+        keys = messages.unpack_keys(body)
         if op == HostOp.LOOKUP:
             return bytes(presence.value for presence in below.lookup(keys))
         if op == HostOp.SIZES:
@@ -220,6 +227,14 @@ class ArenaServer:
         if op == HostOp.DELETE:
             return messages.pack_verdicts(below.delete(keys))
         raise Malformed(f"operation {op}")
+
+    def _put(self, below: Hierarchy, client: int, number: int, crcs: Sequence[int | None]) -> list[bool]:
+        """Store what a client wrote into its room in all tiers, in the order of other changes of those keys."""
+        withdrawn = self._store.withdraw(client, number, crcs)
+        written = [(key, value, place) for key, value, place in withdrawn if value is not None]
+        done = below.put_many([(key, value) for key, value, _ in written], [place for *_, place in written])
+        stored = {key for (key, *_), ok in zip(written, done, strict=True) if ok}
+        return [value is not None and key in stored for key, value, _ in withdrawn]
 
     def _answer(self, connection: _Connection, message: memoryview) -> bytes:
         try:
@@ -248,11 +263,7 @@ class ArenaServer:
             return messages.pack_reserved(*store.reserve(client, *messages.unpack_reserve(body)))
         if op == HostOp.COMMIT:
             number, crcs = messages.unpack_commit(body)
-            done, places = store.commit(client, number, crcs)
-            self._unchecked.extend(places)
-            if store.below is not None and places:
-                self._stored.put(places)
-            return messages.pack_verdicts(done)
+            return messages.pack_verdicts(self._note_stored(*store.commit(client, number, crcs)))
         if op == HostOp.TOUCH:
             store.touch(messages.unpack_keys(body))
             return b""
@@ -272,6 +283,13 @@ class ArenaServer:
             return json.dumps(store.stats()).encode()
         raise Malformed(f"operation {op}")
 
+    def _note_stored(self, done: list[bool], places: dict[bytes, Place | None]) -> list[bool]:
+        self._unchecked.extend(places)
+        blocks = {key: place for key, place in places.items() if place is not None}
+        if self._store.below is not None and blocks:
+            self._stored.put(blocks)
+        return done
+
 
 class ServedArena(ArenaStore):
     """Host arena that clients reach at ``FOLDER/socket``. Parameters and errors as ``ArenaStore``."""
@@ -288,13 +306,16 @@ class ServedArena(ArenaStore):
     def _on_below(self) -> None:
         self._server.tick_soon()
 
+    def end_sharing(self) -> None:
+        if not self._process.elsewhere:
+            self._server.close()
+
     def _let_go(self) -> None:
         self._server.let_go()
         self._arena.let_go()
 
     def close(self) -> None:
-        if not self._process.elsewhere:
-            self._server.close()
+        self.end_sharing()
         super().close()
 
 
