@@ -72,6 +72,8 @@ class Tier:
     """Opens the same values once more, as another process would; it may close ``store``, which is then not used any
     more. None: no other client can have them.
     """
+    settle: Callable[[], object] = lambda: None
+    """Waits for what the store does after a put has returned: evictions, and that other processes see the value."""
 
     @property
     def can(self) -> set[str]:
@@ -97,6 +99,7 @@ class Tier:
         if self.another is None:
             yield self.store
             return
+        self.settle()
         other = self.another()
         yield other
         other.close()
@@ -395,6 +398,7 @@ class StoreContract:
         tier.store.put_many([(k, value(i, size)) for i, k in enumerate(chain)])
         for number in range(100, 103):
             tier.store.put_many([(key(number), value(number, size))])
+        tier.settle()
         left = [present is Presence.HIT for present in tier.store.lookup(chain)]
         assert left == [True] * 5 + [False] * 3
         tier.store.get_many(chain[:3])

@@ -79,7 +79,7 @@ class Scene:
         self.answers = b"".join(_packet(16, 0x42, ref, part) for ref, part in zip(self.refs, parts, strict=True))
         self.sets = b"".join(_packet(8, 1, ref, part) for ref, part in zip(self.refs[:4], parts, strict=False))
         self.set_bytes = len(self.sets) // 4
-        (folder / "page").write_bytes(struct.pack("<8sQQQQ", b"HSKPAGE1", 8, 4, 0, 0).ljust(8192, b"\0"))
+        (folder / "page").write_bytes(struct.pack("<8sQQQQ", b"HSKPAGE2", 8, 4, 0, 0).ljust(8192, b"\0"))
         self.page = folder / "page"
         self.get = _packet(8, 2, KEY + struct.pack(">III", 1, 1, 4) + b"\x0f")
         self.ack = _packet(16, 0x41, KEY + struct.pack(">III", 1, 3, 9) + b"\xff\x01")

@@ -40,7 +40,7 @@ def directory_of(
 def page_of(holds: int = 4, uses: int = 4) -> tuple[int, mmap.mmap]:
     """A client's page: a descriptor for it, and the owner's mapping."""
     with tempfile.TemporaryFile() as file:
-        file.write(struct.pack("<8sQQQQ", b"HSKPAGE1", holds, uses, 0, 0))
+        file.write(struct.pack("<8sQQQQ", b"HSKPAGE2", holds, uses, 0, 0))
         file.truncate(4096 + 8 * (holds + uses))
         file.flush()
         return os.dup(file.fileno()), mmap.mmap(file.fileno(), 0)
@@ -157,7 +157,7 @@ def test_a_directory_or_page_of_another_release_is_refused(fast: ModuleType, at:
         with pytest.raises(ValueError, match="another release"):
             fast.HostDirectory(memory)
     with tempfile.TemporaryFile() as file, pytest.raises(ValueError, match="page"):
-        file.write(struct.pack("<8sQQQQ", b"HSKPAGE2", 4, 4, 0, 0).ljust(8192, b"\0"))
+        file.write(struct.pack("<8sQQQQ", b"HSKPAGE1", 4, 4, 0, 0).ljust(8192, b"\0"))
         file.flush()
         fast.HostReader(directory_of(), mmap.mmap(-1, VALUES_BYTES), file.fileno())
 

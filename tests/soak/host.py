@@ -94,7 +94,7 @@ class HostOutcome:
     writes: int = 0
     wrong: list[str] = field(default_factory=list)
     lost_bytes: int = 0
-    """Of the arena: neither free nor of a value, after all clients have ended."""
+    """Of the arena: neither free nor in slots nor of a value, after all clients have ended."""
     found_after_restart: float = 0.0
     """Share of what a client had just stored that another finds after the owner was killed."""
     seconds: float = 0.0
@@ -208,7 +208,7 @@ class HostSoak:
             store.put_many([(key_of(1), b"last")])
             store.delete([key_of(1)])
             stats = store.stats()
-            self.outcome.lost_bytes = int(stats["arena_bytes"] - stats["free_bytes"])
+            self.outcome.lost_bytes = int(stats["arena_bytes"] - stats["free_bytes"] - stats["slot_bytes"])
 
     def _end_all(self) -> None:
         for process in (*self._clients, self._owner):

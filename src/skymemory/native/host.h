@@ -5,10 +5,10 @@
 
 #include "fast.h"
 
-enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64 };
+enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64, HOST_MOST_SLOTS = 64 };
 
 #define HOST_MAGIC UINT64_C(0x3154534F48594B53)      /* "SKYHOST1" */
-#define HOST_PAGE_MAGIC UINT64_C(0x31454741504B5348) /* "HSKPAGE1" */
+#define HOST_PAGE_MAGIC UINT64_C(0x32454741504B5348) /* "HSKPAGE2" */
 #define HOST_CHECKED (UINT64_C(1) << 32)
 #define HOST_EXPIRES (UINT64_C(1) << 33)
 
@@ -27,12 +27,30 @@ typedef struct {
     uint64_t epoch; /* how many owners it has had: room that one of them gave out is void once the next has begun */
 } HostHead;
 
-/* Of a client, who alone writes it; the owner reads. */
+/* Of a client, who alone writes it but for the last field; the owner reads. */
 typedef struct {
     uint64_t magic, holds, uses;
     uint64_t highest; /* no hold at this number or a higher one */
     uint64_t used;    /* how many uses were noted in all, in a ring */
+    uint64_t slots;
+    uint64_t posted; /* number of the value that was written to a slot last */
+    uint64_t unused;
+    uint64_t entered; /* number of the last of them that the owner has entered; it alone writes this */
 } HostPage;
+
+/* Room for one value of a client, which it fills without asking. Only the owner makes an empty slot room (with a new version) or
+ * a full one empty; the owner takes room back, or the client fills it, whoever is first. */
+typedef struct {
+    uint64_t state; /* version << 2 | HOST_EMPTY, HOST_ROOM or HOST_FULL */
+    uint64_t offset, room_bytes;
+    uint64_t number; /* from here on the client's: what it has stored */
+    uint64_t key[HOST_KEY_WORDS];
+    uint64_t bytes, check;
+    uint64_t kind, depth, parent[HOST_KEY_WORDS]; /* its place in a chain */
+} HostSlot;
+
+enum { HOST_UNIT = 64, HOST_LARGE_UNIT = 4096, HOST_LARGE_BYTES = 64 << 10 }; /* room for a value is a multiple, as in extents.py */
+enum { HOST_EMPTY = 0, HOST_ROOM = 1, HOST_FULL = 2, HOST_KIND = 3 };
 
 /* A directory that is mapped here. */
 typedef struct {
@@ -52,6 +70,8 @@ int sky_host_open(HostMap *map, const Py_buffer *directory, int writes);
 uint64_t sky_host_bucket(const HostMap *map, const uint64_t key[HOST_KEY_WORDS]);
 /* Copy a key's entry as it is at one moment. 1 found, 0 absent, -1 the owner was changing it all the time. */
 int sky_host_find(const HostMap *map, const uint64_t key[HOST_KEY_WORDS], HostFound *found);
+/* A page's slots, and how many; NULL if it has none, or is damaged. */
+HostSlot *sky_host_slots(HostPage *page, uint64_t page_bytes, uint64_t *count);
 /* The words of a key of 32 bytes; 0 with TypeError or ValueError. */
 int sky_host_key(PyObject *given, uint64_t key[HOST_KEY_WORDS]);
 

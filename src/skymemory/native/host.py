@@ -43,6 +43,28 @@ class HostDirectory:
         """
         raise NotImplementedError
 
+    def give_room(self, page: mmap, slot: int, offset: int, room_bytes: int) -> bool:
+        """Give a client room for a value of that rounded size in an empty slot. False: the slot is not empty."""
+        raise NotImplementedError
+
+    def take_room(self, page: mmap, slot: int) -> bool:
+        """Take a slot's room back; a client that writes there just now holds it. False: it was filled, or is empty."""
+        raise NotImplementedError
+
+    def posted(self, pages: Sequence[mmap]) -> list[int]:
+        """Return the positions of pages with values in slots."""
+        raise NotImplementedError
+
+    def posts(self, page: mmap) -> list[tuple[int, int, int, int, bytes, int, int, int, int, bytes]]:
+        """Return the values in slots in the order of their stores: number, slot, offset and bytes of the room, key,
+        bytes, CRC-32, and the kind, depth and parent of the place, as the client wrote them.
+        """
+        raise NotImplementedError
+
+    def end_post(self, page: mmap, slot: int) -> None:
+        """Empty a full slot, whose value is entered or refused."""
+        raise NotImplementedError
+
     def uses(self, page: mmap, since: int) -> tuple[int, list[int]]:
         """Return how many uses a client has noted in all, and the offsets of those after the first ``since``."""
         raise NotImplementedError
@@ -94,6 +116,12 @@ class HostReader:
     def write(self, offset: int, value: Buffer, grant: int) -> int | None:
         """Copy a value into room that was given out under ``grant``; return its CRC-32. None, nothing is written: the
         room is void, or too many values are held.
+        """
+        raise NotImplementedError
+
+    def store(self, key: bytes, value: Buffer, kind: int, depth: int, parent: bytes | None) -> int:
+        """Store a value in a slot with room for it, from which the owner takes it: this reader sees it at once. Return
+        0 if there is none, 2 if the owner may sleep, else 1. ``kind``: of the place (``store.host.messages``).
         """
         raise NotImplementedError
 

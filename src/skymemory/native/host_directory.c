@@ -1,5 +1,5 @@
 /* The owner's side of a host arena's directory: what it says of values, and which of them clients hold. The owner is one
- * process, which calls this under one lock. Twin: twin/host.py. */
+ * process, which calls this under one lock. */
 #include "host.h"
 
 typedef struct {
@@ -268,6 +268,125 @@ static PyObject *uses(PyObject *object, PyObject *args)
     return list ? Py_BuildValue("(KN)", (unsigned long long)until, list) : NULL;
 }
 
+/* One slot of a page, or NULL with ValueError. The buffer is to be released. */
+static HostSlot *slot_of(PyObject *given, unsigned long long number, Py_buffer *page)
+{
+    uint64_t count;
+    if (PyObject_GetBuffer(given, page, PyBUF_WRITABLE) < 0)
+        return NULL;
+    HostSlot *slots = sky_host_slots(page->buf, (uint64_t)page->len, &count);
+    if (slots && number < count)
+        return &slots[number];
+    PyErr_Format(PyExc_ValueError, "the page has no slot %llu", number);
+    PyBuffer_Release(page);
+    return NULL;
+}
+
+static PyObject *give_room(PyObject *object, PyObject *args)
+{
+    PyObject *given;
+    unsigned long long number, offset, room_bytes;
+    Py_buffer page;
+    if (!PyArg_ParseTuple(args, "OKKK:give_room", &given, &number, &offset, &room_bytes))
+        return NULL;
+    HostSlot *slot = slot_of(given, number, &page);
+    if (!slot)
+        return NULL;
+    uint64_t state = HOST_LOAD(slot->state);
+    if ((state & HOST_KIND) == HOST_EMPTY) {
+        __atomic_store_n(&slot->offset, offset, __ATOMIC_RELAXED);
+        __atomic_store_n(&slot->room_bytes, room_bytes, __ATOMIC_RELAXED);
+        HOST_STORE(slot->state, (state + 4) | HOST_ROOM);
+    }
+    PyBuffer_Release(&page);
+    return PyBool_FromLong((state & HOST_KIND) == HOST_EMPTY);
+}
+
+static PyObject *take_room(PyObject *object, PyObject *args)
+{
+    PyObject *given;
+    unsigned long long number;
+    Py_buffer page;
+    if (!PyArg_ParseTuple(args, "OK:take_room", &given, &number))
+        return NULL;
+    HostSlot *slot = slot_of(given, number, &page);
+    if (!slot)
+        return NULL;
+    uint64_t state = HOST_LOAD(slot->state);
+    int taken = (state & HOST_KIND) == HOST_ROOM &&
+                __atomic_compare_exchange_n(&slot->state, &state, state & ~(uint64_t)HOST_KIND, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    PyBuffer_Release(&page);
+    return PyBool_FromLong(taken);
+}
+
+static PyObject *end_post(PyObject *object, PyObject *args)
+{
+    PyObject *given;
+    unsigned long long number;
+    Py_buffer page;
+    if (!PyArg_ParseTuple(args, "OK:end_post", &given, &number))
+        return NULL;
+    HostSlot *slot = slot_of(given, number, &page);
+    if (!slot)
+        return NULL;
+    uint64_t state = HOST_LOAD(slot->state), posted = HOST_RELAXED(slot->number);
+    if ((state & HOST_KIND) == HOST_FULL) {
+        HOST_STORE(slot->state, state & ~(uint64_t)HOST_KIND);
+        __atomic_store_n(&((HostPage *)page.buf)->entered, posted, __ATOMIC_SEQ_CST);
+    }
+    PyBuffer_Release(&page);
+    Py_RETURN_NONE;
+}
+
+static PyObject *posted(PyObject *object, PyObject *pages)
+{
+    PyObject *tuple = sky_tuple(pages, "pages: expected a list of buffers"), *list = tuple ? PyList_New(0) : NULL;
+    for (Py_ssize_t at = 0; list && at < PyTuple_Size(tuple); at++) {
+        Py_buffer page;
+        if (PyObject_GetBuffer(PyTuple_GetItem(tuple, at), &page, PyBUF_SIMPLE) < 0) {
+            Py_CLEAR(list);
+            break;
+        }
+        const HostPage *head = page.buf;
+        int some = page.len >= HOST_HEAD_BYTES &&
+                   __atomic_load_n(&head->posted, __ATOMIC_SEQ_CST) != __atomic_load_n(&head->entered, __ATOMIC_SEQ_CST);
+        PyBuffer_Release(&page);
+        PyObject *number = some ? PyLong_FromSsize_t(at) : NULL;
+        if (some && (!number || PyList_Append(list, number) < 0))
+            Py_CLEAR(list);
+        Py_XDECREF(number);
+    }
+    Py_XDECREF(tuple);
+    return list;
+}
+
+static PyObject *posts(PyObject *object, PyObject *given)
+{
+    Py_buffer page;
+    uint64_t count;
+    if (PyObject_GetBuffer(given, &page, PyBUF_SIMPLE) < 0)
+        return NULL;
+    HostSlot *slots = sky_host_slots(page.buf, (uint64_t)page.len, &count);
+    PyObject *list = PyList_New(0);
+    for (uint64_t at = 0; slots && list && at < count; at++) {
+        const HostSlot *slot = &slots[at];
+        if ((HOST_LOAD(slot->state) & HOST_KIND) != HOST_FULL)
+            continue;
+        PyObject *row = Py_BuildValue("(KKKKy#KKKKy#)", (unsigned long long)slot->number, (unsigned long long)at,
+                                      (unsigned long long)slot->offset, (unsigned long long)slot->room_bytes, (const char *)slot->key,
+                                      (Py_ssize_t)sizeof slot->key, (unsigned long long)slot->bytes, (unsigned long long)slot->check,
+                                      (unsigned long long)slot->kind, (unsigned long long)slot->depth, (const char *)slot->parent,
+                                      (Py_ssize_t)sizeof slot->parent);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    PyBuffer_Release(&page);
+    if (list && PyList_Sort(list) < 0)
+        Py_CLEAR(list);
+    return list;
+}
+
 static PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, "put(key, offset, size_bytes, check) -> bool"},
     {"take", take, METH_O, "take(key) -> bool"},
@@ -275,6 +394,11 @@ static PyMethodDef methods[] = {
     {"entries", entries, METH_NOARGS, "entries() -> list of (key, offset, size_bytes, check)"},
     {"held_offsets", held, METH_O, "held_offsets(pages) -> set"},
     {"uses", uses, METH_VARARGS, "uses(page, since) -> (count, list of offsets)"},
+    {"give_room", give_room, METH_VARARGS, "give_room(page, slot, offset, room_bytes) -> bool"},
+    {"take_room", take_room, METH_VARARGS, "take_room(page, slot) -> bool"},
+    {"posted", posted, METH_O, "posted(pages) -> list of positions"},
+    {"posts", posts, METH_O, "posts(page) -> list of (number, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent)"},
+    {"end_post", end_post, METH_VARARGS, "end_post(page, slot)"},
     {NULL, NULL, 0, NULL},
 };
 

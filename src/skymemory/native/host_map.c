@@ -23,6 +23,18 @@ int sky_host_open(HostMap *map, const Py_buffer *directory, int writes)
     return 1;
 }
 
+HostSlot *sky_host_slots(HostPage *page, uint64_t page_bytes, uint64_t *count)
+{
+    uint64_t words = page_bytes < HOST_HEAD_BYTES ? 0 : (page_bytes - HOST_HEAD_BYTES) / 8, holds = page->holds, uses = page->uses;
+    if (holds > words || uses > words - holds)
+        return NULL;
+    uint64_t at = HOST_HEAD_BYTES + rounded(8 * (holds + uses));
+    *count = page->slots;
+    if (!*count || *count > HOST_MOST_SLOTS || at > page_bytes || *count * sizeof(HostSlot) > page_bytes - at)
+        return NULL;
+    return (HostSlot *)((uint8_t *)page + at);
+}
+
 int sky_host_key(PyObject *given, uint64_t key[HOST_KEY_WORDS])
 {
     char *bytes;

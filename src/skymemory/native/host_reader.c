@@ -1,7 +1,7 @@
 /* A client's side of a host arena: values found and held without asking their owner, and copied into it.
  *
  * A hold is a hazard pointer: the client writes the value's place into its page and then looks again whether the entry is
- * still the same; the owner retires the entry and then reads all pages. One of both sees the other. Twin: twin/host.py. */
+ * still the same; the owner retires the entry and then reads all pages. One of both sees the other. */
 #define _GNU_SOURCE
 #include "host.h"
 
@@ -21,7 +21,9 @@ typedef struct {
     uint64_t connections; /* room that was given out over an earlier one is void */
     uint64_t *holds, *uses;
     uint32_t *free_holds;
-    uint64_t hold_count, use_count, free_count;
+    uint64_t hold_count, use_count, free_count, slot_count;
+    HostSlot *slots;
+    uint64_t filling; /* a bit for each slot that a thread writes to */
     pid_t process;
 } Reader;
 
@@ -105,16 +107,47 @@ SkyType sky_host_view_type = {
 
 /* --- The client --- */
 
+/* The slot with what this process has stored last under a key and the owner has not entered yet, or NULL. */
+static HostSlot *posted_slot(Reader *self, const uint64_t key[HOST_KEY_WORDS], uint64_t *state)
+{
+    HostSlot *last = NULL;
+    if (self->head->posted == __atomic_load_n(&self->head->entered, __ATOMIC_SEQ_CST))
+        return NULL;
+    for (uint64_t at = 0; at < self->slot_count; at++) {
+        HostSlot *slot = &self->slots[at];
+        uint64_t now = HOST_LOAD(slot->state);
+        if ((now & HOST_KIND) == HOST_FULL && !memcmp(slot->key, key, sizeof slot->key) && (!last || slot->number > last->number)) {
+            last = slot;
+            *state = now;
+        }
+    }
+    return last;
+}
+
+static int find(Reader *self, const uint64_t key[HOST_KEY_WORDS], HostFound *found)
+{
+    uint64_t state;
+    HostSlot *slot = posted_slot(self, key, &state);
+    if (!slot)
+        return sky_host_find(&self->map, key, found);
+    *found = (HostFound){NULL, state, slot->offset, slot->bytes, slot->check};
+    return HOST_LOAD(slot->state) == state ? 1 : sky_host_find(&self->map, key, found);
+}
+
 /* Hold what a key's entry names: 1, and `found` is what is held; 0 absent; -1 the owner changed it all the time. */
 static int hold_one(Reader *self, const uint64_t key[HOST_KEY_WORDS], uint32_t hold, HostFound *found)
 {
     for (int tries = 0; tries < HOST_MOST_TRIES; tries++) {
-        int known = sky_host_find(&self->map, key, found);
+        uint64_t state;
+        HostSlot *slot = posted_slot(self, key, &state);
+        int known = slot ? 1 : sky_host_find(&self->map, key, found);
         if (known != 1)
             return known;
+        if (slot)
+            *found = (HostFound){NULL, state, slot->offset, slot->bytes, slot->check};
         __atomic_store_n(&self->holds[hold], found->offset + 1, __ATOMIC_SEQ_CST);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&found->entry->version, __ATOMIC_SEQ_CST) == found->version)
+        if (__atomic_load_n(slot ? &slot->state : &found->entry->version, __ATOMIC_SEQ_CST) == found->version)
             return found->offset <= (uint64_t)self->values.len && found->bytes <= (uint64_t)self->values.len - found->offset;
         HOST_STORE(self->holds[hold], 0);
     }
@@ -181,7 +214,7 @@ static PyObject *sizes(PyObject *object, PyObject *keys)
     for (Py_ssize_t at = 0; list && at < PyTuple_Size(tuple); at++) {
         uint64_t key[HOST_KEY_WORDS];
         HostFound found;
-        int known = sky_host_key(PyTuple_GetItem(tuple, at), key) ? sky_host_find(&self->map, key, &found) : -2;
+        int known = sky_host_key(PyTuple_GetItem(tuple, at), key) ? find(self, key, &found) : -2;
         PyObject *size = known == 1 ? PyLong_FromUnsignedLongLong(found.bytes) : known == -2 ? NULL : Py_NewRef(Py_None);
         if (!size || PyList_SetItem(list, at, size) < 0)
             Py_CLEAR(list);
@@ -200,7 +233,7 @@ static PyObject *prefix(PyObject *object, PyObject *keys)
         HostFound found;
         if (!sky_host_key(PyTuple_GetItem(tuple, at), key))
             Py_CLEAR(tuple);
-        else if (sky_host_find(&self->map, key, &found) != 1)
+        else if (find(self, key, &found) != 1)
             break;
     }
     if (!tuple)
@@ -269,6 +302,81 @@ static PyObject *write_value(PyObject *object, PyObject *args)
     return may ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
 }
 
+/* A slot with room of this size, which is held from then on, or -1. Who takes room back changes its state and then reads the
+ * holds. */
+static int64_t held_slot(Reader *self, uint64_t room_bytes, uint32_t hold, uint64_t *state, uint64_t *offset)
+{
+    for (uint64_t at = 0; at < self->slot_count; at++) {
+        HostSlot *slot = &self->slots[at];
+        *state = HOST_LOAD(slot->state);
+        *offset = HOST_RELAXED(slot->offset);
+        if (self->filling >> at & 1 || (*state & HOST_KIND) != HOST_ROOM || HOST_RELAXED(slot->room_bytes) != room_bytes)
+            continue;
+        __atomic_store_n(&self->holds[hold], *offset + 1, __ATOMIC_SEQ_CST);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        uint64_t all = (uint64_t)self->values.len;
+        if (__atomic_load_n(&slot->state, __ATOMIC_SEQ_CST) == *state && *offset <= all && room_bytes <= all - *offset)
+            return (int64_t)at;
+        HOST_STORE(self->holds[hold], 0);
+    }
+    return -1;
+}
+
+/* The value is in the slot's room: 1 it is stored, 2 and the owner may sleep, 0 the room was taken back. */
+static int post(Reader *self, HostSlot *slot, uint64_t state)
+{
+    uint64_t before = self->head->posted;
+    slot->number = before + 1;
+    if (!__atomic_compare_exchange_n(&slot->state, &state, (state & ~(uint64_t)HOST_KIND) | HOST_FULL, 0, __ATOMIC_SEQ_CST,
+                                     __ATOMIC_SEQ_CST))
+        return 0;
+    __atomic_store_n(&self->head->posted, before + 1, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&self->head->entered, __ATOMIC_SEQ_CST) >= before ? 2 : 1;
+}
+
+static PyObject *store(PyObject *object, PyObject *args)
+{
+    Reader *self = (Reader *)object;
+    PyObject *given, *given_parent;
+    Py_buffer value;
+    int kind, done = 0;
+    unsigned long long depth;
+    uint64_t key[HOST_KEY_WORDS], parent[HOST_KEY_WORDS] = {0}, state, offset;
+    if (!PyArg_ParseTuple(args, "Sy*iKO:store", &given, &value, &kind, &depth, &given_parent))
+        return NULL;
+    if (!sky_host_key(given, key) || (given_parent != Py_None && !sky_host_key(given_parent, parent))) {
+        PyBuffer_Release(&value);
+        return NULL;
+    }
+    uint64_t size = (uint64_t)value.len, unit = size >= HOST_LARGE_BYTES ? HOST_LARGE_UNIT : HOST_UNIT;
+    uint64_t room_bytes = size ? (size + unit - 1) / unit * unit : unit;
+    int64_t hold = self->values.readonly ? -1 : free_hold(self);
+    int64_t at = hold < 0 ? -1 : held_slot(self, room_bytes, (uint32_t)hold, &state, &offset);
+    if (at >= 0) {
+        HostSlot *slot = &self->slots[at];
+        uint8_t *to = (uint8_t *)self->values.buf + offset;
+        uint32_t crc;
+        self->free_count--;
+        self->filling |= UINT64_C(1) << at;
+        if (size < SKY_RELEASE_BYTES) {
+            crc = copied(to, value.buf, (size_t)size);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            crc = copied(to, value.buf, (size_t)size);
+            Py_END_ALLOW_THREADS
+        }
+        memcpy(slot->key, key, sizeof key);
+        memcpy(slot->parent, parent, sizeof parent);
+        slot->bytes = size, slot->check = crc, slot->kind = (uint64_t)kind, slot->depth = depth;
+        done = post(self, slot, state);
+        self->filling &= ~(UINT64_C(1) << at);
+        HOST_STORE(self->holds[hold], 0);
+        self->free_holds[self->free_count++] = (uint32_t)hold;
+    }
+    PyBuffer_Release(&value);
+    return PyLong_FromLong(done);
+}
+
 /* --- Its life --- */
 
 static int open_page(Reader *self)
@@ -297,6 +405,9 @@ static int open_page(Reader *self)
     self->hold_count = head->holds, self->use_count = head->uses;
     self->holds = (uint64_t *)((uint8_t *)head + HOST_HEAD_BYTES);
     self->uses = self->holds + self->hold_count;
+    self->slots = sky_host_slots(head, bytes, &self->slot_count);
+    if (!self->slots)
+        self->slot_count = 0;
     self->free_holds = sky_realloc(NULL, (size_t)self->hold_count, sizeof *self->free_holds);
     if (!self->free_holds) {
         PyErr_NoMemory();
@@ -370,6 +481,7 @@ static PyMethodDef methods[] = {
     {"sizes", sizes, METH_O, "sizes(keys) -> list of int or None"},
     {"prefix", prefix, METH_O, "prefix(keys) -> int"},
     {"write", write_value, METH_VARARGS, "write(offset, value, grant) -> CRC-32 or None"},
+    {"store", store, METH_VARARGS, "store(key, value, kind, depth, parent) -> 0, 1 or 2"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -42,7 +42,13 @@ class TestClient(StoreContract):
         owner = ArenaStore(folder, 256_000, clock=clock)
         server = ArenaServer(owner, listen_in(folder))
         store = HostStore(folder, clock=clock)
-        yield Tier(store, budget_bytes=256_000, later=clock.later, another=lambda: HostStore(folder, clock=clock))
+        yield Tier(
+            store,
+            budget_bytes=256_000,
+            later=clock.later,
+            another=lambda: HostStore(folder, clock=clock),
+            settle=owner.enter_posts,
+        )
         store.close()
         server.close()
         owner.close()

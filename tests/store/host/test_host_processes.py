@@ -316,14 +316,17 @@ def test_with_a_stopped_owner_reads_go_on_at_once(folder: Path) -> None:
             client.put_many([(key(1), value(1))])
             os.kill(process.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-            assert client.put_many([(key(2), value(2))]) == [False]
+            assert client.put_many([(key(2), value(2, 200_000))]) == [False]
+            assert client.put_many([(key(3), value(3))]) == [True] and client.get_many([key(3)]) == [value(3)]
             until_s = time.monotonic() + 3.0
             while time.monotonic() < until_s:
                 began_s = time.monotonic()
                 assert client.get_many([key(1)]) == [value(1)]
                 assert time.monotonic() - began_s < 0.8
             os.kill(process.pid, signal.SIGCONT)
-            in_time(lambda: client.put_many([(key(2), value(2))]) == [True])
+            in_time(lambda: client.put_many([(key(2), value(2, 200_000))]) == [True])
+            with HostStore(folder) as other:
+                in_time(lambda: other.get_many([key(3)]) == [value(3)])
     finally:
         process.kill()
         process.communicate()

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -47,6 +47,7 @@ _RETRY_S = 1.0
 _LOOK_S, _LOOK_TIMEOUT_S = 0.5, 0.01
 """Time between checks whether the owner has gone."""
 _NOTHING = memoryview(b"")
+_OWNER_SLEEPS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -364,6 +365,31 @@ class HostStore(RemoteStore):
         ticket.state = None
 
     # --- writing ---
+
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
+        """Store values in slots, if they have room for them, else by two messages. Other processes see what is in slots
+        once the owner has entered it.
+        """
+        ticket, _ = self._store_ticket(items, places)
+        reader, done, is_asleep = self._follow_owner().reader, [False] * len(ticket.items), False
+        before: bytes | None = None
+        for at, ((key, value), place) in enumerate(zip(ticket.items, ticket.places, strict=True)):
+            if place is not None or not self._has_below:  # else all tiers have to know
+                kind, depth, parent = messages.words_of(place)
+                posted = reader.store(key, value, kind, depth, parent or before)
+                done[at] = posted > 0
+                is_asleep = is_asleep or posted == _OWNER_SLEEPS
+            before = key
+        if is_asleep and (sock := self._sock) is not None:
+            with suppress(OSError):  # full: it is awake; or it has ended, and the next one looks into slots
+                sock.send(bytes([HostOp.POSTED]), socket.MSG_DONTWAIT)
+        self._counters.add("stored", done.count(True))
+        rest = [at for at, ok in enumerate(done) if not ok]
+        if rest:
+            by_two = super().put_many([ticket.items[at] for at in rest], [ticket.places[at] for at in rest])
+            for at, ok in zip(rest, by_two, strict=True):
+                done[at] = ok
+        return done
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         ticket, now_s = self._store_ticket(items, places)

@@ -2,7 +2,8 @@
 
 ``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table
 (uint32, entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` has the offsets that its
-client, the only writer, holds (leases), and a ring of those that it used. Words are little-endian.
+client, the only writer, holds (leases), a ring of those that it used, and slots: room for values that it fills without
+asking, from which the owner enters them. Words are little-endian.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from skymemory.errors import InvalidInput
 
 HEAD_BYTES = 4096
 ENTRY_BYTES = 64
-MAGIC, PAGE_MAGIC = b"SKYHOST1", b"HSKPAGE1"
+MAGIC, PAGE_MAGIC = b"SKYHOST1", b"HSKPAGE2"
 CHECKED, EXPIRES = 1 << 32, 1 << 33
 """Flags beside a value's CRC-32: the owner has compared it; it expires at a time that only the owner knows."""
 HOLDS, USES = 16_384, 4_096
 """Values that a client may hold at a time; uses that it may note before the owner reads them."""
-PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES)
+SLOTS = 16
+"""Values that a client may store without asking, before the owner takes them."""
+_SLOT_BYTES = 128
+PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES) + _SLOT_BYTES * SLOTS
 
 _HEAD = struct.Struct("<8sQQQQQ16sQ")
-_PAGE = struct.Struct("<8sQQQQ")
+_PAGE = struct.Struct("<8sQQQQQ")
 
 _BYTES_PER_ENTRY = 4096
 _LEAST_ENTRIES, _MOST_ENTRIES = 4_096, 1 << 26
@@ -84,4 +88,4 @@ def values_bytes_of(directory: mmap) -> int:
 
 
 def write_page_head(page: mmap) -> None:
-    _PAGE.pack_into(page, 0, PAGE_MAGIC, HOLDS, USES, 0, 0)
+    _PAGE.pack_into(page, 0, PAGE_MAGIC, HOLDS, USES, 0, 0, SLOTS)

@@ -10,12 +10,10 @@ import enum
 import struct
 from collections.abc import Sequence
 
-import numpy as np
-
 from skymemory.kv.block import Place
 from skymemory.store.base import KEY_BYTES
 
-VERSION = 1
+VERSION = 2
 MOST_ITEMS = 512
 """Values or keys in one message: a packet of a Unix socket is at most as long as its send buffer."""
 MAX_BYTES = 128 << 10
@@ -43,6 +41,9 @@ class HostOp(enum.IntEnum):
     PUT = 14
     """Client's number and a COMMIT's body: store those values in all tiers, as the owner's own."""
     ESTIMATE = 15
+    # On the first connection again:
+    POSTED = 16
+    """Values wait in slots. The owner does not answer."""
 
 
 class HostStatus(enum.IntEnum):
@@ -58,9 +59,8 @@ BELOW = struct.Struct("<BI")
 _COUNT = struct.Struct("<I")
 _SECONDS = struct.Struct("<d")
 _NUMBER = struct.Struct("<Q")
-_ITEM = np.dtype(
-    [("key", f"V{KEY_BYTES}"), ("bytes", "<u8"), ("place", "u1"), ("depth", "<u4"), ("parent", f"V{KEY_BYTES}")]
-)
+_ITEM = struct.Struct(f"<{KEY_BYTES}sQBI{KEY_BYTES}s")
+"""Key, bytes, kind of place, depth, parent."""
 _NO_PLACE, _FIRST, _AFTER = 0, 1, 2
 _REFUSED = (1 << 64) - 1
 
@@ -88,26 +88,34 @@ def unpack_seconds(body: memoryview) -> tuple[float, list[bytes]]:
 
 
 def pack_reserve(items: Sequence[tuple[bytes, int]], places: Sequence[Place | None]) -> bytes:
-    rows = np.zeros(len(items), _ITEM)
-    for at, ((key, size_bytes), place) in enumerate(zip(items, places, strict=True)):
-        kind = _NO_PLACE if place is None else _FIRST if place.parent is None else _AFTER
-        parent = place.parent if place is not None and place.parent is not None else bytes(KEY_BYTES)
-        rows[at] = (key, size_bytes, kind, 0 if place is None else place.depth, parent)
-    return bytes([HostOp.RESERVE]) + rows.tobytes()
+    rows = [bytes([HostOp.RESERVE])]
+    for (key, size_bytes), place in zip(items, places, strict=True):
+        kind, depth, parent = words_of(place)
+        rows.append(_ITEM.pack(key, size_bytes, kind, depth, parent or b""))
+    return b"".join(rows)
+
+
+def words_of(place: Place | None) -> tuple[int, int, bytes | None]:
+    """Return a place's kind, depth and parent, as messages and slots have them."""
+    if place is None:
+        return _NO_PLACE, 0, None
+    return (_FIRST if place.parent is None else _AFTER), place.depth, place.parent
+
+
+def place_of(kind: int, depth: int, parent: bytes) -> Place | None:
+    if kind > _AFTER:
+        raise Malformed("a place of another kind")
+    return None if kind == _NO_PLACE else Place(depth, parent if kind == _AFTER else None)
 
 
 def unpack_reserve(body: memoryview) -> tuple[list[tuple[bytes, int]], list[Place | None]]:
-    if not len(body) or len(body) % _ITEM.itemsize:
+    if not len(body) or len(body) % _ITEM.size:
         raise Malformed("items of another size")
     items: list[tuple[bytes, int]] = []
     places: list[Place | None] = []
-    for row in np.frombuffer(body, _ITEM):
-        items.append((row["key"].tobytes(), int(row["bytes"])))
-        kind = int(row["place"])
-        if kind > _AFTER:
-            raise Malformed("a place of another kind")
-        parent = row["parent"].tobytes() if kind == _AFTER else None
-        places.append(None if kind == _NO_PLACE else Place(int(row["depth"]), parent))
+    for key, size_bytes, kind, depth, parent in _ITEM.iter_unpack(body):
+        items.append((key, size_bytes))
+        places.append(place_of(kind, depth, parent))
     return items, places
 
 
@@ -116,11 +124,11 @@ def pack_reserved(number: int, offsets: Sequence[int | None]) -> bytes:
 
 
 def pack_sizes(sizes: Sequence[int | None]) -> bytes:
-    return np.array([_REFUSED if size is None else size for size in sizes], "<u8").tobytes()
+    return struct.pack(f"<{len(sizes)}Q", *[_REFUSED if size is None else size for size in sizes])
 
 
 def unpack_sizes(body: memoryview) -> list[int | None]:
-    return [None if size == _REFUSED else size for size in np.frombuffer(body, "<u8").tolist()]
+    return [None if size == _REFUSED else size for size in struct.unpack(f"<{len(body) // 8}Q", body)]
 
 
 def unpack_reserved(body: memoryview) -> tuple[int, list[int | None]]:
@@ -152,11 +160,11 @@ def unpack_commit(body: memoryview) -> tuple[int, list[int | None]]:
 
 
 def pack_seconds(seconds: Sequence[float]) -> bytes:
-    return np.array(seconds, "<f8").tobytes()
+    return struct.pack(f"<{len(seconds)}d", *seconds)
 
 
 def unpack_answer_seconds(body: memoryview) -> list[float]:
-    return [float(seconds) for seconds in np.frombuffer(body, "<f8")]
+    return list(struct.unpack(f"<{len(body) // 8}d", body))
 
 
 def pack_verdicts(verdicts: Sequence[bool | None]) -> bytes:

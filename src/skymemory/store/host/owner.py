@@ -10,15 +10,19 @@ import itertools
 import math
 import time
 import zlib
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 from typing import Literal
 
 from skymemory import native
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
 from skymemory.eviction import DEFAULT_POLICY
+from skymemory.forks import OwnLock
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
 from skymemory.reasons import Miss
@@ -34,9 +38,12 @@ from skymemory.store.base import (
     check_keys,
 )
 from skymemory.store.host.arena import OwnedArena, is_held, reader_of
-from skymemory.store.host.extents import Extents, rounded
-from skymemory.store.host.layout import CHECKED, EXPIRES, ArenaShape
+from skymemory.store.host.extents import ALIGNED, Extents, rounded
+from skymemory.store.host.layout import CHECKED, EXPIRES, SLOTS, ArenaShape
+from skymemory.store.host.messages import place_of
 
+_MOST_ROOM_BYTES, _ROOMS = 8 << 20, SLOTS // 2
+"""Most room in the slots of a client, and slots with room of one size."""
 _FORGOTTEN_S = 30.0
 """Time after its lease in which a reservation may still be committed."""
 
@@ -59,6 +66,8 @@ class Client:
     connected: bool = True
     seen_uses: int = 0
     reservations: dict[int, Reservation] = field(default_factory=dict)
+    rooms: dict[int, Extent] = field(default_factory=dict)
+    """Room in its slots."""
     orphans: list[Extent] = field(default_factory=list)
     """Room reserved when its socket ended: it may still write there, until it connects again or ends."""
 
@@ -70,6 +79,20 @@ class Reservation:
     ticket: StoreTicket
     granted: list[bool]
     extents: list[Extent | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Value that a client wrote into a slot."""
+
+    slot: int
+    room: Extent
+    key: bytes
+    size_bytes: int
+    crc: int
+    place: Place | None
+    before: bytes
+    """Key before it in its chain; zeros: unknown."""
 
 
 class ArenaStore(BudgetedStore):
@@ -115,10 +138,14 @@ class ArenaStore(BudgetedStore):
         self._quarantined: dict[int, int] = {}
         """Offset and size of extents that left the directory while a client held them."""
         self._next_number = 1
+        self._gives_rooms = True
+        self.entered: deque[tuple[bytes, Place | None]] = deque()
+        """What clients have stored, for the server."""
         try:
             self._free = self._recover()
             self._own = self._new_client()
             self._reader = reader_of(self._arena.directory, self._arena.values, self._own.path)
+            self._enter_posts()
         except BaseException:
             self._arena.let_go()
             raise
@@ -145,28 +172,48 @@ class ArenaStore(BudgetedStore):
             used.append((offset, rounded(size_bytes)))
             end = offset + rounded(size_bytes)
         for number in self._arena.pages():
-            path = self._arena.folder / "pages" / f"{number}"
-            if is_held(path):
-                self._add_client(number, path).connected = False
-            else:
-                path.unlink(missing_ok=True)
+            self._add_client(number, self._arena.folder / "pages" / f"{number}").connected = False
             self._next_number = max(self._next_number, number + 1)
-        # What is held but in no entry was quarantined: its size is not known, so all to the next value is.
-        # A hold within a value, or beyond the arena, is of a reader that will find it void.
-        inside = [range(offset + 1, offset + length) for offset, length in used]
-        lost = {
-            offset
-            for offset in self._held_offsets() - self._keys.keys()
-            if offset < self._arena.shape.values_bytes and not any(offset in extent for extent in inside)
-        }
-        begins = sorted({*self._keys, *lost, self._arena.shape.values_bytes})
-        ends = dict(used)
-        for offset, after in itertools.pairwise(begins):
+        used += self._recover_slots(used)
+        used += self._recover_quarantined(sorted(used))
+        return Extents(self._arena.shape.values_bytes, used)
+
+    def _recover_quarantined(self, used: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Quarantine what is held but neither entered nor posted. Its size is not known: all to the next extent.
+
+        A hold within a value, or beyond the arena, is of a reader that will find it void.
+        """
+        living = [client for client in self._clients.values() if is_held(client.path)]
+        begins, end = [begin for begin, _ in used], self._arena.shape.values_bytes
+        lost = set[int]()
+        for offset in self._held_offsets(living):
+            at = bisect_right(begins, offset)
+            if offset < end and (not at or sum(used[at - 1]) <= offset):
+                lost.add(offset)
+        for offset, after in itertools.pairwise(sorted({*begins, *lost, end})):
             if offset in lost:
                 self._quarantined[offset] = after - offset
-                ends[offset] = after - offset
-        used = list(ends.items())
-        return Extents(self._arena.shape.values_bytes, used)
+        return list(self._quarantined.items())
+
+    def _recover_slots(self, used: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Take room in slots back; return the room of values there, which are entered later."""
+        occupied, found = sorted(used), list[tuple[int, int]]()
+        for client in self._clients.values():
+            with suppress(ValueError):  # another release's page
+                for slot in range(SLOTS):
+                    self._directory.take_room(client.page, slot)
+            for post in self._posts_of(client):
+                offset, room_bytes = post.room.offset, post.room.size_bytes
+                at = bisect_left(occupied, (offset, 0))
+                ends = occupied[at - 1][0] + occupied[at - 1][1] if at else 0
+                begins = occupied[at][0] if at < len(occupied) else self._arena.shape.values_bytes
+                if offset < ends or offset + room_bytes > begins or post.size_bytes > room_bytes or offset % ALIGNED:
+                    self._directory.end_post(client.page, post.slot)  # the owner before has entered it
+                    continue
+                occupied.insert(at, (offset, room_bytes))
+                found.append((offset, room_bytes))
+                client.rooms[post.slot] = post.room
+        return found
 
     def close(self) -> None:
         if self._lock.owner.elsewhere:
@@ -174,6 +221,7 @@ class ArenaStore(BudgetedStore):
         with self._lock:
             if self._closed:
                 return
+            self.end_rooms()
             self._closed = True
             if not self._keep and len(self._clients) > 1:
                 self._give_memory_back()
@@ -269,8 +317,11 @@ class ArenaStore(BudgetedStore):
         for number, client in list(self._clients.items()):
             if not client.connected and not is_held(client.path):
                 del self._clients[number]
+                self._take_rooms(client, SLOTS)
+                self._enter_posts_of(client)
                 client.path.unlink(missing_ok=True)
-                self._free_extents(client.orphans)
+                self._free_extents([*client.orphans, *client.rooms.values()])
+                client.rooms.clear()
 
     def _held_offsets(self, clients: Iterable[Client] | None = None) -> set[int]:
         clients = self._clients.values() if clients is None else clients
@@ -323,6 +374,8 @@ class ArenaStore(BudgetedStore):
         offset = self._free.allocate(rounded(size_bytes))
         if offset is None:
             self._learn_of_clients()
+            for client in self._clients.values():
+                self._take_rooms(client, SLOTS)
             offset = self._free.allocate(rounded(size_bytes))
         while offset is None and (victims := self._victims_for(size_bytes)):
             self._evict(victims)
@@ -378,7 +431,7 @@ class ArenaStore(BudgetedStore):
         if self._held_since_s.pop(key, math.inf) < math.inf:
             self._inventory.order.free(key)
 
-    def _enter(self, key: bytes, extent: Extent, crc: int, place: Place | None) -> bool:
+    def _enter(self, key: bytes, extent: Extent, crc: int, place: Place | None, by_client: bool = False) -> bool:
         """Enter a value that is written. False: the directory is full, and nothing in it can be evicted."""
         while not self._directory.put(key, extent.offset, extent.size_bytes, crc):
             victims = self._inventory.victims_for(1)
@@ -393,6 +446,8 @@ class ArenaStore(BudgetedStore):
         self._keys[extent.offset] = key
         self._inventory.put(key, extent.size_bytes, place)
         self._counters.add("stored")
+        if by_client:
+            self.entered.append((key, place))
         return True
 
     # --- loads of this process ---
@@ -481,6 +536,115 @@ class ArenaStore(BudgetedStore):
 
     # --- stores of clients ---
 
+    def _open(self) -> OwnLock:
+        """Return the lock as any store does, after entering what clients have put into slots."""
+        lock = super()._open()
+        if self._directory.posted([client.page for client in self._clients.values()]):
+            with lock:
+                self._enter_posts()
+        return lock
+
+    def enter_posts(self) -> None:
+        with self._open():
+            pass
+
+    def end_rooms(self) -> None:
+        """Let clients store in slots no more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._gives_rooms = False
+            for client in self._clients.values():
+                self._take_rooms(client, SLOTS)
+            self._enter_posts()
+
+    def _enter_posts(self) -> None:
+        for client in list(self._clients.values()):
+            self._enter_posts_of(client)
+
+    def _posts_of(self, client: Client) -> list[Post]:
+        posts = []
+        rows = self._directory.posts(client.page)
+        for _, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent in rows:
+            try:
+                place = place_of(kind, depth, parent)
+                posts.append(Post(slot, Extent(offset, room_bytes), key, size_bytes, crc, place, parent))
+            except ValueError:  # damaged
+                self._directory.end_post(client.page, slot)
+        return posts
+
+    def _enter_posts_of(self, client: Client) -> None:
+        """Enter the values in a client's slots, in the order of their stores; give it room for as many again."""
+        for post in self._posts_of(client):
+            room = client.rooms.pop(post.slot, None)
+            if room is not None and not self._enter_post(room, post):
+                self._counters.add("refused")
+                self._free_extents([room])
+            self._directory.end_post(client.page, post.slot)
+            if room is not None and client.connected:
+                self._give_room(client, post.slot, room.size_bytes)
+
+    def _enter_post(self, room: Extent, post: Post) -> bool:
+        if rounded(post.size_bytes) != room.size_bytes or post.crc >> 32 or not self._may_enter(post.place):
+            return False
+        sized = self._sized([(post.key, post.size_bytes)])
+        if any(post.before):
+            self._inventory.order.learn([post.before, post.key])
+        if self._inventory.excess_bytes + post.size_bytes > 0:
+            self._learn_of_clients()
+        try:
+            ticket, _ = self._inventory.open_store(sized, (post.place,), self._clock(), self._lease_s, self._name)
+        except ValueTooLarge:
+            return False
+        (granted,) = self._inventory.take_store(ticket, self._clock())
+        if granted:
+            self._evict(self._inventory.victims_for(self._inventory.excess_bytes) or [])
+        self._inventory.end_store(ticket)
+        extent = Extent(room.offset, post.size_bytes)
+        return granted and self._enter(post.key, extent, post.crc, post.place, by_client=True)
+
+    def _give_rooms(self, client: Client, size_bytes: int) -> None:
+        """Give a client slots with room for values of this size, unless it is large."""
+        room_bytes = rounded(size_bytes)
+        count = min(_ROOMS, self._most_room_bytes // room_bytes)
+        missing = count - sum(room.size_bytes == room_bytes for room in client.rooms.values())
+        if missing > 0:
+            self._take_rooms(client, missing - (SLOTS - len(client.rooms)), but_bytes=room_bytes)
+            for slot in [slot for slot in range(SLOTS) if slot not in client.rooms][:missing]:
+                self._give_room(client, slot, room_bytes)
+
+    def _give_room(self, client: Client, slot: int, room_bytes: int) -> None:
+        taken_bytes = sum(room.size_bytes for room in client.rooms.values())
+        if not self._gives_rooms or taken_bytes + room_bytes > 2 * self._most_room_bytes:
+            return
+        offset = self._free.allocate(room_bytes)
+        if offset is not None:
+            if self._directory.give_room(client.page, slot, offset, room_bytes):
+                client.rooms[slot] = Extent(offset, room_bytes)
+            else:
+                self._free.free(offset, room_bytes)
+
+    @property
+    def _most_room_bytes(self) -> int:
+        return min(_MOST_ROOM_BYTES, self._arena.shape.values_bytes // 64)
+
+    def _take_rooms(self, client: Client, count: int, but_bytes: int = 0) -> None:
+        """Take room in up to ``count`` slots back, but no room of ``but_bytes``."""
+        taken: list[Extent] = []
+        for slot, room in list(client.rooms.items()):
+            if len(taken) < count and room.size_bytes != but_bytes and self._directory.take_room(client.page, slot):
+                taken.append(client.rooms.pop(slot))
+        self._free_extents(taken)
+
+    def _may_enter(self, place: Place | None) -> bool:
+        """Return False for a client's value that may change: farther tiers have to know of it (``withdraw``)."""
+        return place is not None or self._below is None
+
+    def _sized(self, items: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, Buffer]]:
+        """Return values of these sizes, without a content of their own."""
+        values, largest = memoryview(self._arena.values), self._arena.shape.values_bytes
+        return [(key, values[: min(size, largest)]) for key, size in items]
+
     def withdraw(
         self, client_number: int, number: int, crcs: Sequence[int | None]
     ) -> list[tuple[bytes, bytes | None, Place | None]]:
@@ -511,8 +675,7 @@ class ArenaStore(BudgetedStore):
         Raises ValueTooLarge as ``prepare_store``.
         """
         with self._open():
-            largest = self._arena.shape.values_bytes
-            sized = [(key, memoryview(self._arena.values)[: min(size, largest)]) for key, size in items]
+            sized = self._sized(items)
             if self._inventory.excess_bytes + sum(size for _, size in items) > 0:
                 self._learn_of_clients()
             ticket, granted = self._inventory.open_store(sized, places, self._clock(), self._lease_s, self._name)
@@ -531,13 +694,8 @@ class ArenaStore(BudgetedStore):
             client.reservations[number] = Reservation(ticket, granted, extents)
             return number, [None if extent is None else extent.offset for extent in extents]
 
-    def commit(
-        self, client: Client, number: int, crcs: Sequence[int | None]
-    ) -> tuple[list[bool], dict[bytes, Place | None]]:
-        """Enter the values of a reservation, by the CRC-32 of each (None: not written).
-
-        Return True for each stored, and their places.
-        """
+    def commit(self, client: Client, number: int, crcs: Sequence[int | None]) -> list[bool]:
+        """Enter the values of a reservation, by the CRC-32 of each (None: not written); return True for each stored."""
         with self._open():
             reservation = client.reservations.get(number)
             if reservation is None:
@@ -554,8 +712,8 @@ class ArenaStore(BudgetedStore):
                     in_time[at]
                     and extent is not None
                     and crc is not None
-                    and (place is not None or self._below is None)  # else farther tiers have to know
-                    and self._enter(key, extent, crc, place)
+                    and self._may_enter(place)
+                    and self._enter(key, extent, crc, place, by_client=True)
                 )
                 if stored:
                     reservation.extents[at] = None
@@ -563,8 +721,8 @@ class ArenaStore(BudgetedStore):
             self._end_reservation(client, number)
             ticket = reservation.ticket
             self._inventory.touch([key for key, _ in ticket.items])
-            rows = zip(ticket.items, ticket.places, done, strict=True)
-            return done, {key: place for (key, _), place, stored in rows if stored}
+            self._give_rooms(client, size_of(ticket.items[-1][1]))  # its next values are as large
+            return done
 
     def _end_reservation(self, client: Client, number: int) -> None:
         reservation = client.reservations.pop(number)
@@ -620,6 +778,9 @@ class ArenaStore(BudgetedStore):
             return {
                 **super().stats(),
                 "clients": sum(client.connected for client in self._clients.values()),
+                "slot_bytes": sum(
+                    room.size_bytes for client in self._clients.values() for room in client.rooms.values()
+                ),
                 "quarantined_bytes": sum(self._quarantined.values()),
                 "arena_bytes": self._free.size_bytes,
                 "free_bytes": self._free.free_bytes,

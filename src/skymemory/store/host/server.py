@@ -30,8 +30,8 @@ from skymemory.store.host.owner import ArenaStore, Client
 log = logging.getLogger("skymemory.store.host")
 
 SOCKET = "socket"
-_CHECKED_AT_ONCE = 16
-"""Values compared with their checksums between looks at messages."""
+_MOST_UNCHECKED = 1024
+"""Values not yet compared with their checksums, beyond which messages wait for that."""
 _TICK_S = 1.0
 _END_S = 5.0
 _FETCH_S = 10.0
@@ -54,7 +54,7 @@ class ArenaServer:
         self._selector = selectors.DefaultSelector()
         self._unchecked: deque[bytes] = deque(store.stored_keys())
         """Keys of values not yet compared with their checksums."""
-        self._stored: queue.SimpleQueue[dict[bytes, Place] | None] = queue.SimpleQueue()
+        self._owed: queue.SimpleQueue[dict[bytes, Place] | None] = queue.SimpleQueue()
         """Blocks of clients that farther tiers lack."""
         self._fetching = KeyLocks()
         self._below: set[socket.socket] = set()
@@ -73,7 +73,10 @@ class ArenaServer:
         with suppress(OSError):
             self._wake.send(b"\0")
         self._thread.join(_END_S)
-        self._stored.put(None)
+        with suppress(InvalidInput):  # the store was closed
+            self._store.end_rooms()
+        self._note_entered()
+        self._owed.put(None)
         self._storing.join(_END_S)
         for sock in list(self._below):
             with suppress(OSError):
@@ -96,7 +99,8 @@ class ArenaServer:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for key, _ in self._selector.select(0.0 if self._unchecked else _TICK_S):
+                events = self._selector.select(0.0 if self._unchecked else _TICK_S)
+                for key, _ in events:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fileobj is self._woken:
@@ -106,9 +110,9 @@ class ArenaServer:
                 if time.monotonic() >= self._tick_s:
                     self._tick_s = time.monotonic() + _TICK_S
                     self._tick()
-                keys = [self._unchecked.popleft() for _ in range(min(_CHECKED_AT_ONCE, len(self._unchecked)))]
-                if keys and not self._closing:
-                    self._store.check_next(keys)
+                self._note_entered()
+                if self._unchecked and not self._closing and (not events or len(self._unchecked) > _MOST_UNCHECKED):
+                    self._store.check_next([self._unchecked.popleft()])
         except InvalidInput:  # the store was closed
             pass
         finally:
@@ -132,6 +136,9 @@ class ArenaServer:
             data = connection.sock.recv(MAX_BYTES)
             if data[:1] == bytes([HostOp.BELOW]) and connection.client is None:
                 self._begin_below(connection.sock, data)
+                return
+            if data[:1] == bytes([HostOp.POSTED]):
+                self._store.enter_posts()
                 return
             if data:
                 connection.sock.send(self._answer(connection, memoryview(data)))
@@ -168,7 +175,7 @@ class ArenaServer:
                 self._end(connection)
 
     def _store_below(self) -> None:
-        while (places := self._stored.get()) is not None:
+        while (places := self._owed.get()) is not None:
             below = self._store.below
             if below is not None:
                 try:
@@ -263,7 +270,7 @@ class ArenaServer:
             return messages.pack_reserved(*store.reserve(client, *messages.unpack_reserve(body)))
         if op == HostOp.COMMIT:
             number, crcs = messages.unpack_commit(body)
-            return messages.pack_verdicts(self._note_stored(*store.commit(client, number, crcs)))
+            return messages.pack_verdicts(store.commit(client, number, crcs))
         if op == HostOp.TOUCH:
             store.touch(messages.unpack_keys(body))
             return b""
@@ -283,12 +290,15 @@ class ArenaServer:
             return json.dumps(store.stats()).encode()
         raise Malformed(f"operation {op}")
 
-    def _note_stored(self, done: list[bool], places: dict[bytes, Place | None]) -> list[bool]:
-        self._unchecked.extend(places)
-        blocks = {key: place for key, place in places.items() if place is not None}
+    def _note_entered(self) -> None:
+        blocks: dict[bytes, Place] = {}
+        while self._store.entered:
+            key, place = self._store.entered.popleft()
+            self._unchecked.append(key)
+            if place is not None:
+                blocks[key] = place
         if self._store.below is not None and blocks:
-            self._stored.put(blocks)
-        return done
+            self._owed.put(blocks)
 
 
 class ServedArena(ArenaStore):
