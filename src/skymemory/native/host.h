@@ -5,7 +5,7 @@
 
 #include "fast.h"
 
-enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64, HOST_MOST_SLOTS = 64 };
+enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64, HOST_MOST_SLOTS = 64, HOST_WAKE_AT = 16 };
 
 #define HOST_MAGIC UINT64_C(0x3154534F48594B53)      /* "SKYHOST1" */
 #define HOST_PAGE_MAGIC UINT64_C(0x32454741504B5348) /* "HSKPAGE2" */
@@ -25,6 +25,7 @@ typedef struct {
     uint64_t changes; /* odd while buckets are moved: who finds nothing then looks again */
     uint64_t instance[2];
     uint64_t epoch; /* how many owners it has had: room that one of them gave out is void once the next has begun */
+    uint64_t awake; /* not 0: the owner looks into slots from time to time, without being woken */
 } HostHead;
 
 /* Of a client, who alone writes it but for the last field; the owner reads. */

@@ -43,6 +43,10 @@ class HostDirectory:
         """
         raise NotImplementedError
 
+    def set_awake(self, awake: bool) -> None:
+        """Tell clients whether they have to wake the owner after a store."""
+        raise NotImplementedError
+
     def give_room(self, page: mmap, slot: int, offset: int, room_bytes: int) -> bool:
         """Give a client room for a value of that rounded size in an empty slot. False: the slot is not empty."""
         raise NotImplementedError
@@ -121,8 +125,13 @@ class HostReader:
 
     def store(self, key: bytes, value: Buffer, kind: int, depth: int, parent: bytes | None) -> int:
         """Store a value in a slot with room for it, from which the owner takes it: this reader sees it at once. Return
-        0 if there is none, 2 if the owner may sleep, else 1. ``kind``: of the place (``store.host.messages``).
+        0 if there is none, -1 if there is as soon as the owner has taken earlier ones, 2 if the owner has to be woken,
+        else 1. ``kind``: of the place (``store.host.messages``).
         """
+        raise NotImplementedError
+
+    def populate(self, offset: int, size_bytes: int) -> bool:
+        """Map pages of the values now, instead of at their first use. False: the kernel does not."""
         raise NotImplementedError
 
     def renew(self) -> None:

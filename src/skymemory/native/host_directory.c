@@ -156,6 +156,7 @@ static int recover(Directory *self)
         live[number - 1] = !(entry->version & 1) && entry->offset <= map->head->values_bytes &&
                            entry->bytes <= map->head->values_bytes - entry->offset;
     }
+    map->head->awake = 0;
     __atomic_fetch_add(&map->head->epoch, 1, __ATOMIC_SEQ_CST);
     if (map->head->changes & 1)
         map->head->changes++;
@@ -282,6 +283,15 @@ static HostSlot *slot_of(PyObject *given, unsigned long long number, Py_buffer *
     return NULL;
 }
 
+static PyObject *set_awake(PyObject *object, PyObject *given)
+{
+    int awake = PyObject_IsTrue(given);
+    if (awake < 0)
+        return NULL;
+    __atomic_store_n(&((Directory *)object)->map.head->awake, (uint64_t)awake, __ATOMIC_SEQ_CST);
+    Py_RETURN_NONE;
+}
+
 static PyObject *give_room(PyObject *object, PyObject *args)
 {
     PyObject *given;
@@ -394,6 +404,7 @@ static PyMethodDef methods[] = {
     {"entries", entries, METH_NOARGS, "entries() -> list of (key, offset, size_bytes, check)"},
     {"held_offsets", held, METH_O, "held_offsets(pages) -> set"},
     {"uses", uses, METH_VARARGS, "uses(page, since) -> (count, list of offsets)"},
+    {"set_awake", set_awake, METH_O, "set_awake(awake)"},
     {"give_room", give_room, METH_VARARGS, "give_room(page, slot, offset, room_bytes) -> bool"},
     {"take_room", take_room, METH_VARARGS, "take_room(page, slot) -> bool"},
     {"posted", posted, METH_O, "posted(pages) -> list of positions"},

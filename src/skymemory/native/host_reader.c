@@ -9,6 +9,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* since Linux 5.14 */
+#endif
+
 enum { PIECE_BYTES = 32 << 10 };
 
 typedef struct {
@@ -302,16 +306,21 @@ static PyObject *write_value(PyObject *object, PyObject *args)
     return may ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
 }
 
-/* A slot with room of this size, which is held from then on, or -1. Who takes room back changes its state and then reads the
- * holds. */
+/* A slot with room of this size, which is held from then on; -1 if there is none, -2 if the owner has not emptied it yet. Who
+ * takes room back changes its state and then reads the holds. */
 static int64_t held_slot(Reader *self, uint64_t room_bytes, uint32_t hold, uint64_t *state, uint64_t *offset)
 {
+    int64_t none = -1;
     for (uint64_t at = 0; at < self->slot_count; at++) {
         HostSlot *slot = &self->slots[at];
         *state = HOST_LOAD(slot->state);
         *offset = HOST_RELAXED(slot->offset);
-        if (self->filling >> at & 1 || (*state & HOST_KIND) != HOST_ROOM || HOST_RELAXED(slot->room_bytes) != room_bytes)
+        if (HOST_RELAXED(slot->room_bytes) != room_bytes || (*state & HOST_KIND) == HOST_EMPTY)
             continue;
+        if (self->filling >> at & 1 || (*state & HOST_KIND) == HOST_FULL) {
+            none = -2;
+            continue;
+        }
         __atomic_store_n(&self->holds[hold], *offset + 1, __ATOMIC_SEQ_CST);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         uint64_t all = (uint64_t)self->values.len;
@@ -319,10 +328,10 @@ static int64_t held_slot(Reader *self, uint64_t room_bytes, uint32_t hold, uint6
             return (int64_t)at;
         HOST_STORE(self->holds[hold], 0);
     }
-    return -1;
+    return none;
 }
 
-/* The value is in the slot's room: 1 it is stored, 2 and the owner may sleep, 0 the room was taken back. */
+/* The value is in the slot's room: 1 it is stored, 2 and the owner has to be woken, 0 the room was taken back. */
 static int post(Reader *self, HostSlot *slot, uint64_t state)
 {
     uint64_t before = self->head->posted;
@@ -331,7 +340,8 @@ static int post(Reader *self, HostSlot *slot, uint64_t state)
                                      __ATOMIC_SEQ_CST))
         return 0;
     __atomic_store_n(&self->head->posted, before + 1, __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&self->head->entered, __ATOMIC_SEQ_CST) >= before ? 2 : 1;
+    uint64_t waiting = before + 1 - __atomic_load_n(&self->head->entered, __ATOMIC_SEQ_CST);
+    return waiting == HOST_WAKE_AT || !__atomic_load_n(&self->map.head->awake, __ATOMIC_SEQ_CST) ? 2 : 1;
 }
 
 static PyObject *store(PyObject *object, PyObject *args)
@@ -374,7 +384,7 @@ static PyObject *store(PyObject *object, PyObject *args)
         self->free_holds[self->free_count++] = (uint32_t)hold;
     }
     PyBuffer_Release(&value);
-    return PyLong_FromLong(done);
+    return PyLong_FromLong(at == -2 ? -1 : done);
 }
 
 /* --- Its life --- */
@@ -468,6 +478,25 @@ static PyObject *let_go(PyObject *object, PyObject *none)
     Py_RETURN_NONE;
 }
 
+/* Let the kernel map pages now: the first touch of each costs more than filling it. */
+static PyObject *populate(PyObject *object, PyObject *args)
+{
+    Reader *self = (Reader *)object;
+    unsigned long long offset, size;
+    if (!PyArg_ParseTuple(args, "KK:populate", &offset, &size))
+        return NULL;
+    uint64_t all = (uint64_t)self->values.len;
+    if (offset > all || size > all - offset) {
+        PyErr_Format(PyExc_ValueError, "%llu bytes at %llu: beyond the arena", size, offset);
+        return NULL;
+    }
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = madvise((uint8_t *)self->values.buf + offset, (size_t)size, MADV_POPULATE_WRITE);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(status == 0);
+}
+
 static PyObject *renew(PyObject *object, PyObject *none)
 {
     __atomic_fetch_add(&((Reader *)object)->connections, 1, __ATOMIC_SEQ_CST);
@@ -475,13 +504,14 @@ static PyObject *renew(PyObject *object, PyObject *none)
 }
 
 static PyMethodDef methods[] = {
+    {"populate", populate, METH_VARARGS, "populate(offset, size) -> bool"},
     {"renew", renew, METH_NOARGS, "renew(): room that was given out before is void"},
     {"let_go", let_go, METH_NOARGS, "let_go(): in a forked child, close its copy of the page's descriptor"},
     {"hold", hold, METH_O, "hold(keys) -> list of HostView, None or False"},
     {"sizes", sizes, METH_O, "sizes(keys) -> list of int or None"},
     {"prefix", prefix, METH_O, "prefix(keys) -> int"},
     {"write", write_value, METH_VARARGS, "write(offset, value, grant) -> CRC-32 or None"},
-    {"store", store, METH_VARARGS, "store(key, value, kind, depth, parent) -> 0, 1 or 2"},
+    {"store", store, METH_VARARGS, "store(key, value, kind, depth, parent) -> -1, 0, 1 or 2"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -47,7 +47,10 @@ _RETRY_S = 1.0
 _LOOK_S, _LOOK_TIMEOUT_S = 0.5, 0.01
 """Time between checks whether the owner has gone."""
 _NOTHING = memoryview(b"")
-_OWNER_SLEEPS = 2
+_POPULATED_BYTES, _POPULATE_END_S = 16 << 20, 1.0
+_TO_BE_WOKEN = 2
+_FULL_S, _FULL_LOOK_S = 0.002, 20e-6
+"""Longest wait for the owner to empty a slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +175,16 @@ class HostStore(RemoteStore):
         if values_bytes_of(directory) != values_bytes or instance_of(directory) != instance:
             raise OSError("the arena has just been replaced")
         reader = reader_of(directory, values, self._folder / "pages" / f"{number}")
-        return Mapping(instance, number, reader, values_bytes)
+        mapping = Mapping(instance, number, reader, values_bytes)
+        self._populating = threading.Thread(target=self._populate, args=(mapping,), name="host-map", daemon=True)
+        self._populating.start()
+        return mapping
+
+    def _populate(self, mapping: Mapping) -> None:
+        """Map all pages: the first touch of a page costs several times what filling it does."""
+        for begin in range(0, mapping.values_bytes, _POPULATED_BYTES):
+            if self._closed or not mapping.reader.populate(begin, min(_POPULATED_BYTES, mapping.values_bytes - begin)):
+                return
 
     def _let_go(self) -> None:
         """Close a forked child's copies of the descriptors."""
@@ -371,18 +383,23 @@ class HostStore(RemoteStore):
         once the owner has entered it.
         """
         ticket, _ = self._store_ticket(items, places)
-        reader, done, is_asleep = self._follow_owner().reader, [False] * len(ticket.items), False
+        reader, done, must_wake = self._follow_owner().reader, [False] * len(ticket.items), False
         before: bytes | None = None
         for at, ((key, value), place) in enumerate(zip(ticket.items, ticket.places, strict=True)):
             if place is not None or not self._has_below:  # else all tiers have to know
                 kind, depth, parent = messages.words_of(place)
                 posted = reader.store(key, value, kind, depth, parent or before)
+                if posted < 0:
+                    self._wake()
+                    until_s = time.monotonic() + _FULL_S
+                    while posted < 0 and time.monotonic() < until_s:
+                        time.sleep(_FULL_LOOK_S)
+                        posted = reader.store(key, value, kind, depth, parent or before)
                 done[at] = posted > 0
-                is_asleep = is_asleep or posted == _OWNER_SLEEPS
+                must_wake = must_wake or posted == _TO_BE_WOKEN
             before = key
-        if is_asleep and (sock := self._sock) is not None:
-            with suppress(OSError):  # full: it is awake; or it has ended, and the next one looks into slots
-                sock.send(bytes([HostOp.POSTED]), socket.MSG_DONTWAIT)
+        if must_wake:
+            self._wake()
         self._counters.add("stored", done.count(True))
         rest = [at for at, ok in enumerate(done) if not ok]
         if rest:
@@ -396,6 +413,12 @@ class HostStore(RemoteStore):
         ticket.state = self._reserve(ticket)
         self._stores.add(ticket, now_s)
         return ticket
+
+    def _wake(self) -> None:
+        """Let the owner look into slots."""
+        if (sock := self._sock) is not None:
+            with suppress(OSError):  # full: it is awake; or it has ended, and the next one looks into slots
+                sock.send(bytes([HostOp.POSTED]), socket.MSG_DONTWAIT)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._mapping.values_bytes:
@@ -544,6 +567,7 @@ class HostStore(RemoteStore):
             self._loads.clear()
             self._stores.clear()
             self._mapped = None  # unmapped with the last view
+        self._populating.join(_POPULATE_END_S)
 
 
 def _opened(answer: bytes) -> memoryview:

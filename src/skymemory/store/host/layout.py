@@ -21,7 +21,7 @@ CHECKED, EXPIRES = 1 << 32, 1 << 33
 """Flags beside a value's CRC-32: the owner has compared it; it expires at a time that only the owner knows."""
 HOLDS, USES = 16_384, 4_096
 """Values that a client may hold at a time; uses that it may note before the owner reads them."""
-SLOTS = 16
+SLOTS = 64
 """Values that a client may store without asking, before the owner takes them."""
 _SLOT_BYTES = 128
 PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES) + _SLOT_BYTES * SLOTS

@@ -42,7 +42,7 @@ from skymemory.store.host.extents import ALIGNED, Extents, rounded
 from skymemory.store.host.layout import CHECKED, EXPIRES, SLOTS, ArenaShape
 from skymemory.store.host.messages import place_of
 
-_MOST_ROOM_BYTES, _ROOMS = 8 << 20, SLOTS // 2
+_MOST_ROOM_BYTES, _ROOMS = 8 << 20, 32
 """Most room in the slots of a client, and slots with room of one size."""
 _FORGOTTEN_S = 30.0
 """Time after its lease in which a reservation may still be committed."""
@@ -91,8 +91,8 @@ class Post:
     size_bytes: int
     crc: int
     place: Place | None
-    before: bytes
-    """Key before it in its chain; zeros: unknown."""
+    before: bytes | None
+    """Key before it in its chain, if known."""
 
 
 class ArenaStore(BudgetedStore):
@@ -548,6 +548,22 @@ class ArenaStore(BudgetedStore):
         with self._open():
             pass
 
+    def sleep(self) -> bool:
+        """Let clients wake this process from now on; False, and nothing changes, if values wait in slots."""
+        with self._lock:
+            if self._closed:
+                return True
+            self._directory.set_awake(False)
+            if self._directory.posted([client.page for client in self._clients.values()]):
+                self._directory.set_awake(True)
+                return False
+            return True
+
+    def wake(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._directory.set_awake(True)
+
     def end_rooms(self) -> None:
         """Let clients store in slots no more."""
         with self._lock:
@@ -568,7 +584,8 @@ class ArenaStore(BudgetedStore):
         for _, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent in rows:
             try:
                 place = place_of(kind, depth, parent)
-                posts.append(Post(slot, Extent(offset, room_bytes), key, size_bytes, crc, place, parent))
+                before = parent if any(parent) else None
+                posts.append(Post(slot, Extent(offset, room_bytes), key, size_bytes, crc, place, before))
             except ValueError:  # damaged
                 self._directory.end_post(client.page, slot)
         return posts
@@ -587,21 +604,31 @@ class ArenaStore(BudgetedStore):
     def _enter_post(self, room: Extent, post: Post) -> bool:
         if rounded(post.size_bytes) != room.size_bytes or post.crc >> 32 or not self._may_enter(post.place):
             return False
-        sized = self._sized([(post.key, post.size_bytes)])
-        if any(post.before):
-            self._inventory.order.learn([post.before, post.key])
-        if self._inventory.excess_bytes + post.size_bytes > 0:
+        inventory, now_s = self._inventory, self._clock()
+        if post.before is not None:
+            inventory.order.learn((post.before, post.key))
+        if inventory.excess_bytes + post.size_bytes > 0:
             self._learn_of_clients()
+        victims = inventory.make_room(post.key, post.size_bytes, now_s)
+        ticket: StoreTicket | None = None
+        if victims is None:  # beside open stores, or over an old value
+            try:
+                sized = self._sized([(post.key, post.size_bytes)])
+                ticket, _ = inventory.open_store(sized, (post.place,), now_s, self._lease_s, self._name)
+            except ValueTooLarge:
+                return False
+            if inventory.take_store(ticket, now_s) == [True]:
+                victims = inventory.victims_for(inventory.excess_bytes) or []
         try:
-            ticket, _ = self._inventory.open_store(sized, (post.place,), self._clock(), self._lease_s, self._name)
-        except ValueTooLarge:
-            return False
-        (granted,) = self._inventory.take_store(ticket, self._clock())
-        if granted:
-            self._evict(self._inventory.victims_for(self._inventory.excess_bytes) or [])
-        self._inventory.end_store(ticket)
-        extent = Extent(room.offset, post.size_bytes)
-        return granted and self._enter(post.key, extent, post.crc, post.place, by_client=True)
+            if victims is None:
+                return False
+            self._evict(victims)
+        finally:
+            if ticket is not None:
+                inventory.end_store(ticket)
+            elif victims is not None:
+                inventory.order.free(post.key)
+        return self._enter(post.key, Extent(room.offset, post.size_bytes), post.crc, post.place, by_client=True)
 
     def _give_rooms(self, client: Client, size_bytes: int) -> None:
         """Give a client slots with room for values of this size, unless it is large."""

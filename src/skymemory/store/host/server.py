@@ -33,6 +33,8 @@ SOCKET = "socket"
 _MOST_UNCHECKED = 1024
 """Values not yet compared with their checksums, beyond which messages wait for that."""
 _TICK_S = 1.0
+_AWAKE_S, _AWAKE_PAUSE_S = 0.05, 0.0005
+"""Time after a store in which the owner looks into slots by itself, and how often it does."""
 _END_S = 5.0
 _FETCH_S = 10.0
 """Longest wait of a client for another's fetch."""
@@ -62,7 +64,7 @@ class ArenaServer:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closing = False
-        self._tick_s = 0.0
+        self._tick_s = self._awake_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name="host-arena", daemon=True)
         self._thread.start()
         self._storing = threading.Thread(target=self._store_below, name="host-arena-below", daemon=True)
@@ -99,7 +101,7 @@ class ArenaServer:
     def _run(self) -> None:
         try:
             while not self._closing:
-                events = self._selector.select(0.0 if self._unchecked else _TICK_S)
+                events = self._selector.select(self._pause_s())
                 for key, _ in events:
                     if key.fileobj is self._listener:
                         self._accept()
@@ -120,6 +122,16 @@ class ArenaServer:
                 key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
             self._wake.close()
+
+    def _pause_s(self) -> float:
+        """Return how long to wait for messages. Clients need not wake an owner that pauses shortly."""
+        if self._unchecked:
+            return 0.0
+        if time.monotonic() < self._awake_until_s:
+            self._store.enter_posts()
+            self._note_entered()
+            return 0.0 if self._unchecked else _AWAKE_PAUSE_S
+        return _TICK_S if self._store.sleep() else 0.0
 
     def _accept(self) -> None:
         try:
@@ -292,6 +304,10 @@ class ArenaServer:
 
     def _note_entered(self) -> None:
         blocks: dict[bytes, Place] = {}
+        if self._store.entered:
+            if time.monotonic() >= self._awake_until_s:
+                self._store.wake()
+            self._awake_until_s = time.monotonic() + _AWAKE_S
         while self._store.entered:
             key, place = self._store.entered.popleft()
             self._unchecked.append(key)
