@@ -8,6 +8,7 @@ import random
 import signal
 import struct
 import tempfile
+import threading
 import time
 import zlib
 from types import ModuleType
@@ -37,11 +38,11 @@ def directory_of(
     return made
 
 
-def page_of(holds: int = 4, uses: int = 4) -> tuple[int, mmap.mmap]:
+def page_of(holds: int = 4, uses: int = 4, slots: int = 0) -> tuple[int, mmap.mmap]:
     """A client's page: a descriptor for it, and the owner's mapping."""
     with tempfile.TemporaryFile() as file:
-        file.write(struct.pack("<8sQQQQ", b"HSKPAGE2", holds, uses, 0, 0))
-        file.truncate(4096 + 8 * (holds + uses))
+        file.write(struct.pack("<8sQQQQQ", b"HSKPAGE2", holds, uses, 0, 0, slots))
+        file.truncate(4096 + -(-8 * (holds + uses) // 64) * 64 + 128 * slots)
         file.flush()
         return os.dup(file.fileno()), mmap.mmap(file.fileno(), 0)
 
@@ -345,3 +346,85 @@ def test_room_that_would_arise_is_counted_as_by_freeing() -> None:
         else:
             freed = -1
         assert counted == (None if freed < 0 else freed)
+
+
+def test_a_value_in_a_slot_is_read_by_its_writer_until_the_owner_has_entered_it() -> None:
+    memory, values = directory_of(), mmap.mmap(-1, VALUES_BYTES)
+    owner, (fd, page) = native.HostDirectory(memory), page_of(slots=3)
+    reader = native.HostReader(memory, values, fd)
+    assert reader.store(KEYS[0], b"abc", 0, 0, None) == 0 and not owner.posted([page]), "no room yet"
+    assert (
+        owner.give_room(page, 0, 64, 64) and owner.give_room(page, 2, 256, 128) and not owner.give_room(page, 2, 0, 64)
+    )
+    assert reader.store(KEYS[0], b"abc", 2, 7, KEYS[5]) == 2 and owner.posted([page, page]) == [0, 1]
+    assert reader.store(KEYS[0], b"x", 0, 0, None) == -1 and reader.store(KEYS[0], bytes(129), 0, 0, None) == 0
+    assert reader.store(KEYS[1], bytes(100), 0, 0, None) == 2 and reader.held == 0
+    assert reader.sizes([KEYS[0], KEYS[1]]) == [3, 100] and reader.prefix(KEYS[:3]) == 2
+    (view,) = reader.hold([KEYS[0]])
+    assert view and bytes(view) == b"abc" and view.is_sound() and owner.held_offsets([page]) == {64}
+    posts = owner.posts(page)
+    assert posts[0] == (1, 0, 64, 64, KEYS[0], 3, zlib.crc32(b"abc"), 2, 7, KEYS[5]) and posts[1][:5] == (
+        2,
+        2,
+        256,
+        128,
+        KEYS[1],
+    )
+    assert owner.put(KEYS[0], 64, 3, zlib.crc32(b"abc"))
+    owner.end_post(page, 0)
+    assert owner.posted([page]) == [0] and [post[1] for post in owner.posts(page)] == [2]
+    assert reader.sizes([KEYS[0]]) == [3] and bytes(view) == b"abc"
+    owner.end_post(page, 2)
+    assert not owner.posted([page]) and reader.sizes([KEYS[1]]) == [None], "it was refused"
+
+
+def test_of_two_values_in_slots_the_later_is_read_and_entered_last() -> None:
+    memory, values = directory_of(), mmap.mmap(-1, VALUES_BYTES)
+    owner, (fd, page) = native.HostDirectory(memory), page_of(slots=4)
+    reader = native.HostReader(memory, values, fd)
+    assert owner.put(KEYS[0], 4096, 9, 0)
+    for slot, offset in ((3, 0), (1, 64)):
+        assert owner.give_room(page, slot, offset, 64)
+    for data in (b"first", b"second"):
+        assert reader.store(KEYS[0], data, 0, 0, None) > 0
+    (view,) = reader.hold([KEYS[0]])
+    assert view and bytes(view) == b"second"
+    assert [post[5] for post in owner.posts(page)] == [5, 6]
+
+
+def test_room_is_taken_back_or_filled_and_never_both() -> None:
+    """While a client writes, the owner takes its room back and gives the slot to other room."""
+    size = 16 << 20
+    memory, values = directory_of(values_bytes=2 * size), mmap.mmap(-1, 2 * size)
+    owner, (fd, page) = native.HostDirectory(memory), page_of(slots=1)
+    reader = native.HostReader(memory, values, fd)
+    outcomes = set()
+    for turn in range(12):
+        assert owner.give_room(page, 0, 0, size)
+        got: list[int] = []
+        thread = threading.Thread(target=lambda got=got: got.append(reader.store(KEYS[0], bytes(size), 0, 0, None)))
+        thread.start()
+        while turn % 4 != 3 and owner.held_offsets([page]) != {0} and not owner.posted([page]):
+            time.sleep(0)
+        taken = owner.take_room(page, 0)
+        if taken:
+            assert owner.give_room(page, 0, size, size), "the same slot, other room"
+        thread.join()
+        outcomes.add((taken, got[0] > 0, bool(owner.posts(page))))
+        owner.take_room(page, 0)
+        owner.end_post(page, 0)
+    assert outcomes <= {(True, False, False), (False, True, True), (True, True, True)}
+    assert (True, False, False) in outcomes, "in the middle"
+    assert (True, True, True) not in outcomes or turn % 4 == 3
+
+
+def test_who_stores_wakes_an_owner_that_sleeps_or_has_much_to_do() -> None:
+    memory, values = directory_of(), mmap.mmap(-1, VALUES_BYTES)
+    owner, (fd, page) = native.HostDirectory(memory), page_of(slots=40)
+    reader = native.HostReader(memory, values, fd)
+    for slot in range(40):
+        assert owner.give_room(page, slot, 64 * slot, 64)
+    assert reader.store(KEYS[0], b"x", 0, 0, None) == 2
+    owner.set_awake(True)
+    assert [reader.store(KEYS[0], b"x", 0, 0, None) for _ in range(20)] == [1] * 14 + [2] + [1] * 5
+    assert native.HostDirectory(memory) and reader.store(KEYS[0], b"x", 0, 0, None) == 2, "a new owner"

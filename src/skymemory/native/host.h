@@ -40,7 +40,7 @@ typedef struct {
 } HostPage;
 
 /* Room for one value of a client, which it fills without asking. Only the owner makes an empty slot room (with a new version) or
- * a full one empty; the owner takes room back, or the client fills it, whoever is first. */
+ * a full one empty; the owner takes room back, or the client fills it; the first of them wins. */
 typedef struct {
     uint64_t state; /* version << 2 | HOST_EMPTY, HOST_ROOM or HOST_FULL */
     uint64_t offset, room_bytes;

@@ -44,7 +44,7 @@ class HostDirectory:
         raise NotImplementedError
 
     def set_awake(self, awake: bool) -> None:
-        """Tell clients whether they have to wake the owner after a store."""
+        """Show clients whether they have to wake the owner after a store."""
         raise NotImplementedError
 
     def give_room(self, page: mmap, slot: int, offset: int, room_bytes: int) -> bool:

@@ -42,7 +42,10 @@ key = lambda number: number.to_bytes(4, "big") * 8
 def a_client(folder: Path, work: str) -> Iterator[subprocess.Popen[str]]:
     """Another process with ``store``, which has said a line when this begins."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _CLIENT.format(work=work), str(folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _CLIENT.format(work=work), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None and process.stdout.readline()
@@ -344,3 +347,81 @@ def test_a_fault_of_the_owner_ends_one_connection_and_is_counted(
         assert other.put_many([(key(1), value(1))]) == [True]
         in_time(lambda: client.put_many([(key(2), value(2))]) == [True])
         assert owner.stats()["faults_total"] == 1
+
+
+POSTING = (
+    "store.put_many([(key(0), bytes(1_000))])\n"  # from then on it has room for such values
+    "print(1, flush=True)\n"
+    "sys.stdin.readline()\n"
+    "print(store.put_many([(key(n), bytes([n]) * 1_000) for n in range(1, 21)]), flush=True)\n"
+    "time.sleep(60)"
+)
+
+
+@contextmanager
+def stopped_owner(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """An owner that is stopped, and a client that has stored 20 values since then."""
+    command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://4MiB?at={folder}&keep=yes"]
+    command += ["--listen", f"unix://{folder}/redis.sock"]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline()
+        with a_client(folder, POSTING) as client:
+            assert client.stdin is not None and client.stdout is not None
+            os.kill(owner.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, owner.pid, os.WSTOPPED | os.WNOWAIT)
+            client.stdin.write("\n")
+            client.stdin.flush()
+            assert client.stdout.readline().count("True") == 20, "without an answer"
+            yield owner, client
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def test_what_was_stored_while_the_owner_was_stopped_outlives_it(folder: Path) -> None:
+    with stopped_owner(folder) as (owner, _):
+        owner.kill()
+        owner.wait()
+        with ServedArena(folder, BUDGET_BYTES) as successor, HostStore(folder) as client:
+            keys = [key(number) for number in range(1, 21)]
+            assert client.get_many(keys) == [bytes([number]) * 1_000 for number in range(1, 21)]
+            successor.delete([*keys, key(0)])
+            stats = successor.stats()
+            assert stats["free_bytes"] + stats["slot_bytes"] == stats["arena_bytes"]
+
+
+def test_what_a_client_stored_outlives_it(folder: Path) -> None:
+    with stopped_owner(folder) as (owner, client):
+        client.kill()
+        client.wait()
+        os.kill(owner.pid, signal.SIGCONT)
+        with HostStore(folder) as other:
+            keys = [key(number) for number in range(1, 21)]
+            in_time(lambda: other.get_many(keys) == [bytes([number]) * 1_000 for number in range(1, 21)])
+            other.delete([*keys, key(0)])
+            in_time(lambda: (stats := other.stats())["free_bytes"] + stats["slot_bytes"] == stats["arena_bytes"])
+
+
+def test_room_in_slots_is_taken_back_when_memory_is_short(folder: Path) -> None:
+    with ServedArena(folder, 8 << 20) as owner, HostStore(folder) as client:
+        client.put_many([(key(0), bytes(4_000))])
+        assert owner.stats()["slot_bytes"] > 100_000
+        owner.put_many([(key(1), bytes(3 << 20))])
+        view = owner.get_many([key(1)])
+        owner.delete([key(1)])
+        assert owner.stats()["quarantined_bytes"] >= 3 << 20
+        while owner.put_many([(key(2 + len(owner.stored_keys())), bytes(100_000))]) == [True]:
+            if owner.stats()["slot_bytes"] == 0:
+                break
+        assert owner.stats()["slot_bytes"] == 0 and len(view) == 1
+        assert client.put_many([(key(0), bytes(4_000))]) == [True]
+
+
+def test_others_see_a_value_in_a_slot_soon_though_its_owner_slept(folder: Path) -> None:
+    with ServedArena(folder, 64 << 20), HostStore(folder) as client, HostStore(folder) as other:
+        client.put_many([(key(0), b"x" * 1_000)])
+        for number in range(1, 6):
+            time.sleep(0.1)  # it sleeps again
+            client.put_many([(key(number), b"x" * 1_000)])
+            in_time(lambda number=number: other.get_many([key(number)]) == [b"x" * 1_000], 0.5)  # type: ignore[misc]

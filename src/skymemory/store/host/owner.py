@@ -232,7 +232,7 @@ class ArenaStore(BudgetedStore):
             self._arena.unmap()
 
     def _give_memory_back(self) -> None:
-        """Free the memory of all values that nobody holds: clients may go on to map the files that are removed."""
+        """Free the memory of all values that no client holds: they may go on to map the files that are removed."""
         for key in self._extents:
             self._directory.take(key)
         held = self._held_offsets()
