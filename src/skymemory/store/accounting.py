@@ -9,6 +9,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from weakref import ReferenceType, ref
@@ -655,7 +656,7 @@ class BudgetedStore(TwoPhase):
                 "open_leases": self._inventory.open_tickets,
             }
 
-    def _open(self) -> OwnLock:
+    def _open(self) -> AbstractContextManager[object]:
         """Return the lock, after removing expired values; InvalidInput if closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")

@@ -266,7 +266,9 @@ class HostStore(RemoteStore):
     def _ask_one_below(self, message: bytes, until_s: float) -> memoryview | None:
         sock = None
         try:
-            sock = self._idle_below.pop() if self._idle_below else self._connect_below()
+            with suppress(IndexError):
+                sock = self._idle_below.pop()
+            sock = sock or self._connect_below()
             sock.settimeout(max(until_s - time.monotonic(), 0.001))
             sock.send(message)
             answer = _opened(sock.recv(MAX_BYTES))

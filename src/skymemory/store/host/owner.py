@@ -12,8 +12,8 @@ import time
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Literal
 from skymemory import native
 from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
 from skymemory.eviction import DEFAULT_POLICY
-from skymemory.forks import OwnLock
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
 from skymemory.reasons import Miss
@@ -536,13 +535,15 @@ class ArenaStore(BudgetedStore):
 
     # --- stores of clients ---
 
-    def _open(self) -> OwnLock:
-        """Return the lock as any store does, after entering what clients have put into slots."""
-        lock = super()._open()
-        if self._directory.posted([client.page for client in self._clients.values()]):
-            with lock:
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold the lock, after entering what clients have put into slots; InvalidInput if closed."""
+        with super()._open():
+            if self._closed:  # meanwhile
+                raise InvalidInput(f"the {self.name} store is closed: open a new one")
+            if self._directory.posted([client.page for client in self._clients.values()]):
                 self._enter_posts()
-        return lock
+            yield
 
     def enter_posts(self) -> None:
         with self._open():
