@@ -169,6 +169,19 @@ def redis_server(socket_path: Path | None = None) -> Iterator[int | None]:
 
 
 @contextmanager
+def host_owner(folder: Path, size: str) -> Iterator[None]:
+    """An owner of a host arena in ``folder``."""
+    command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://{size}?at={folder}"]
+    command += ["--listen", f"unix://{folder}/redis.sock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield
+        finally:
+            process.terminate()
+
+
+@contextmanager
 def environment(pure: bool) -> Iterator[None]:
     """What is started within uses the native helper, or is made to do without; freed memory stays warm."""
     before = dict(os.environ)

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from _bench import Verb, client_process, free_port, print_table, redis_server, turn, write_json
+from _bench import Verb, client_process, free_port, host_owner, print_table, redis_server, turn, write_json
 from _data_path_clients import memcached_store
 
 SIZES = (4 << 10, 64 << 10, 512 << 10, 2_949_248, 16 << 20, 64 << 20)
@@ -111,18 +111,6 @@ def memcached(port: str, name: str, size_bytes: int) -> tuple[Verb, Verb]:
 
 
 @contextmanager
-def owner(folder: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://{BUDGET}?at={folder}"]
-    command += ["--listen", f"unix://{folder}/redis.sock"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline()
-            yield
-        finally:
-            process.terminate()
-
-
-@contextmanager
 def memcached_server() -> Iterator[int | None]:
     if shutil.which("memcached") is None:
         print("memcached is not installed: its columns stay empty", file=sys.stderr)
@@ -193,7 +181,7 @@ def main() -> None:
     rows: list[Row] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-", dir="/dev/shm")))
-        stack.enter_context(owner(folder))
+        stack.enter_context(host_owner(folder, BUDGET))
         paths: dict[str, tuple[Any, str]] = {
             "host": (host, str(folder)),
             "in place": (in_place, str(folder)),

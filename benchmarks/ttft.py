@@ -1,4 +1,5 @@
-"""Time to first token against prompt length, with the cache in the sky and without: `python benchmarks/ttft.py`.
+"""Time to first token against prompt length, with the cache in the host tier, in the sky and without:
+`python benchmarks/ttft.py`.
 
 The model has TinyLlama-1.1B's shape (random weights, bfloat16 or ``--dtype``). Beside each figure stands its goal:
 1.25 × (forward pass of the uncached tail alone + the cache's bytes at the rate at which Redis gives them in this run).
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -25,16 +26,19 @@ from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
-from _bench import constellation, median_s, print_table, redis_server, write_json
+from _bench import constellation, host_owner, median_s, print_table, redis_server, write_json
 from skymemory.engine.inputs import shipped_document
 from skymemory.engine.transformers.huggingface import KVCManager
 from skymemory.engine.transformers.kv_cache import SkyCache
 from skymemory.engine.transformers.models import build_tinyllama, train_tokenizer
+from skymemory.store.base import Store
+from skymemory.store.host.client import HostStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.connect import expected_round_trip_s, store_of
 
 TAIL_TOKENS = 16
 BOUND = 1.25
+STORES = ("host", "off", "real")
 
 
 def first_token(model: torch.nn.Module, ids: torch.Tensor, cache: Cache | None = None) -> int:
@@ -110,7 +114,7 @@ def turns(kvc: KVCManager, model: torch.nn.Module, ids: torch.Tensor, repeats: i
         if ours != theirs:
             raise SystemExit(f"token {ours} with the cache, {theirs} from the file")
         if cache.result.cached_tokens < ids.shape[1] - TAIL_TOKENS - 1:
-            raise SystemExit(f"not served from the sky: {cache.result.describe()}")
+            raise SystemExit(f"not served from the store: {cache.result.describe()}")
         with_s.append(done - began)
         tail_s.append(done - ready)
         fetch_s.append(cache.result.seconds.get("fetch", 0.0))
@@ -130,9 +134,26 @@ def turns(kvc: KVCManager, model: torch.nn.Module, ids: torch.Tensor, repeats: i
     return {**{name: statistics.median(all_of_it[2:]) for name, all_of_it in figures.items()}, "bytes": size_bytes}
 
 
+@contextmanager
+def store_named(label: str) -> Iterator[tuple[Store, float]]:
+    """The store, and the seconds of its round trip."""
+    with ExitStack() as stack:
+        if label == "host":
+            made = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="skymemory-ttft-"))
+            stack.enter_context(host_owner(Path(made), "1GiB"))
+            yield stack.enter_context(HostStore(Path(made))), 0.0
+            return
+        delays = 1.0 if label == "real" else 0.0
+        running = constellation(delay_scale=delays, memory_per_satellite_bytes=64 << 20)
+        plan, folder = stack.enter_context(running)
+        store = store_of(plan, index=SharedIndex(folder / "index", born=True))
+        yield stack.enter_context(store), expected_round_trip_s(plan, "los")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096])
+    parser.add_argument("--stores", choices=STORES, nargs="+", default=STORES, help="the host tier, or a sky's delays")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -145,34 +166,32 @@ def main() -> None:
     rate = redis_bytes_per_s(2_883_648 if args.dtype == "bfloat16" else 5_767_232)
     print(f"Redis GET of one block: {rate / 1e6:.0f} MB/s" if rate else "no Redis", file=sys.stderr)
     rows = []
-    for scale, label in ((0.0, "off"), (1.0, "real")):
-        with constellation(delay_scale=scale, memory_per_satellite_bytes=64 << 20) as (plan, folder):
-            store = store_of(plan, index=SharedIndex(folder / "index", born=True))
-            with KVCManager(model, tokenizer, store=store, weights=f"random {args.seed}") as kvc:
-                for length in args.lengths:
-                    ids = document[:, : length + TAIL_TOKENS]
-                    first_token(model, ids[:, :64])
-                    repeats = max(1, min(args.repeats, 4096 // length))
-                    without_s = median_s(lambda ids=ids: first_token(model, ids), repeats)
-                    found = measure(kvc, model, ids, args.repeats)
-                    bound_s = BOUND * (found["tail_s"] + found["bytes"] / rate) if rate else None
-                    rows.append(
-                        {
-                            "delay": label,
-                            "dtype": args.dtype,
-                            "rtt_s": expected_round_trip_s(plan, "los"),
-                            "tokens": length,
-                            "without_s": without_s,
-                            **found,
-                            "bound_s": bound_s,
-                            "share": found["with_s"] / without_s,
-                        }
-                    )
-            store.close()
+    for label in args.stores:
+        named = f"random {args.seed}"
+        with store_named(label) as (store, rtt_s), KVCManager(model, tokenizer, store=store, weights=named) as kvc:
+            for length in args.lengths:
+                ids = document[:, : length + TAIL_TOKENS]
+                first_token(model, ids[:, :64])
+                repeats = max(1, min(args.repeats, 4096 // length))
+                without_s = median_s(lambda ids=ids: first_token(model, ids), repeats)
+                found = measure(kvc, model, ids, args.repeats)
+                bound_s = BOUND * (found["tail_s"] + found["bytes"] / rate) if rate else None
+                rows.append(
+                    {
+                        "delay": label,
+                        "dtype": args.dtype,
+                        "rtt_s": rtt_s,
+                        "tokens": length,
+                        "without_s": without_s,
+                        **found,
+                        "bound_s": bound_s,
+                        "share": found["with_s"] / without_s,
+                    }
+                )
     print_table(
         f"TTFT, TinyLlama shape, tail of {TAIL_TOKENS} tokens",
         [
-            "delay",
+            "store",
             "tokens",
             "without",
             "with",

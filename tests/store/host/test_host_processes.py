@@ -391,10 +391,17 @@ def test_what_was_stored_while_the_owner_was_stopped_outlives_it(folder: Path) -
             assert stats["free_bytes"] + stats["slot_bytes"] == stats["arena_bytes"]
 
 
-def test_what_a_client_stored_outlives_it(folder: Path) -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_a_client_stored_outlives_it(folder: Path, counted: bool) -> None:
     with stopped_owner(folder) as (owner, client):
         client.kill()
         client.wait()
+        if not counted:  # it was killed before it could count them
+            (path,) = [each for each in (folder / "pages").iterdir() if each.read_bytes()[48:56] > bytes(8)]
+            with open(path, "r+b") as page:
+                entered = page.read(72)[64:]
+                page.seek(48)
+                page.write(entered)
         os.kill(owner.pid, signal.SIGCONT)
         with HostStore(folder) as other:
             keys = [key(number) for number in range(1, 21)]
@@ -416,6 +423,18 @@ def test_room_in_slots_is_taken_back_when_memory_is_short(folder: Path) -> None:
                 break
         assert owner.stats()["slot_bytes"] == 0 and len(view) == 1
         assert client.put_many([(key(0), bytes(4_000))]) == [True]
+
+
+def test_values_in_slots_that_follow_one_another_are_a_chain(folder: Path) -> None:
+    with ServedArena(folder, 8 << 20) as owner, HostStore(folder) as client:
+        client.put_many([(key(0), bytes(4_000))])
+        owner.delete([key(0)])
+        chain = [key(number) for number in range(1, 6)]
+        assert client.put_many([(each, bytes(4_000)) for each in chain]) == [True] * 5
+        assert owner.pin(chain[-1:], 60.0) == [True], "and all before it"
+        for number in range(100, 200):
+            owner.put_many([(key(number), bytes(400_000))])
+        assert owner.prefix(chain) == 5
 
 
 def test_others_see_a_value_in_a_slot_soon_though_its_owner_slept(folder: Path) -> None:

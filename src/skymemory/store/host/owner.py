@@ -144,7 +144,6 @@ class ArenaStore(BudgetedStore):
             self._free = self._recover()
             self._own = self._new_client()
             self._reader = reader_of(self._arena.directory, self._arena.values, self._own.path)
-            self._enter_posts()
         except BaseException:
             self._arena.let_go()
             raise
