@@ -248,6 +248,7 @@ class Scene:
             "DelayPrice": lambda: (0.3, 60.0, 0.9),
             "HostDirectory": lambda: (self._directory(),),
             "HostView": tuple,
+            "HostRoom": tuple,
             "HostReader": lambda: (self._directory(), mmap.mmap(-1, 1 << 20), os.open(self.page, os.O_RDWR)),
             "TtftRanker": lambda: (
                 fast.PrefillQueues(0.1),
@@ -376,6 +377,7 @@ class Scene:
             "sizes": lambda: ([bytes(32), b"\1" * 32],),
             "prefix": lambda: ([bytes(32), b"\1" * 32],),
             "write": lambda: (4096, bytearray(20_000), 1),
+            "room": lambda: (4096, 20_000, 1),
             "renew": tuple,
             "let_go": tuple,
         }.items():
@@ -385,7 +387,12 @@ class Scene:
             reader = fast.HostReader(*plain["HostReader"]())
             return reader.hold([bytes(32)])[0].is_sound, ()
 
+        def room() -> tuple[Call, Arguments]:
+            reader = fast.HostReader(*plain["HostReader"]())
+            return reader.room(4096, 20_000, reader.grant).crc, ()
+
         makes["HostView.is_sound"] = view
+        makes["HostRoom.crc"] = room
         method("TtftRanker", "rank", ranked, lambda ranker: None)
         method("TtftRanker", "forget", lambda: (0,), lambda ranker: None)
         makes["TtftRanker.forget"] = lambda: (fast.TtftRanker(*plain["TtftRanker"]()).forget, (0,))

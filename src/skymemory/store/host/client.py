@@ -57,6 +57,7 @@ class Mapping:
     number: int
     reader: native.HostReader
     values_bytes: int
+    memory: memoryview
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ class HostStore(RemoteStore):
         if values_bytes_of(directory) != values_bytes or instance_of(directory) != instance:
             raise OSError("the arena has just been replaced")
         reader = reader_of(directory, values, self._folder / "pages" / f"{number}")
-        return Mapping(instance, number, reader, values_bytes)
+        return Mapping(instance, number, reader, values_bytes, memoryview(values))
 
     def _let_go(self) -> None:
         """Close a forked child's copies of the descriptors."""
@@ -381,7 +382,7 @@ class HostStore(RemoteStore):
         done: list[bool] = []
         for part in state.parts:
             values = ticket.items[len(done) : len(done) + len(part.offsets)]
-            crcs = [
+            crcs = _crcs_of_rooms(ticket.rooms[len(done) : len(done) + len(part.offsets)]) or [
                 None
                 if offset is None or size_of(value) != size
                 else state.mapping.reader.write(offset, value, part.grant)
@@ -398,10 +399,31 @@ class HostStore(RemoteStore):
         unanswered = ticket.items[len(done) :]
         ticket.unanswered = frozenset(key for key, _ in unanswered)
         done += [False] * len(unanswered)
+        ticket.rooms = []
         self._counters.add("stored", done.count(True))
         self._counters.add("refused", done.count(False))
         ticket.seconds = self._clock() - started_s
         return done
+
+    # --- writing in place ---
+
+    @property
+    def memory(self) -> memoryview:
+        return self._mapping.memory
+
+    def prepare_rooms(self, sizes: Sequence[tuple[bytes, int]], places: Places = ()) -> StoreTicket:
+        for _, size in sizes:
+            self._check_size(size)
+        memory = self._follow_owner().memory
+        ticket, now_s = self._store_ticket([(key, memory[:size]) for key, size in sizes], places)
+        ticket.state = state = self._reserve(ticket)
+        for part in state.parts:
+            for offset, size in zip(part.offsets, part.sizes, strict=True):
+                room = None if offset is None else state.mapping.reader.room(offset, size, part.grant)
+                ticket.rooms.append(None if room is None else memoryview(room))
+        ticket.rooms += [None] * (len(sizes) - len(ticket.rooms))
+        self._stores.add(ticket, now_s)
+        return ticket
 
     # --- other calls ---
 
@@ -477,6 +499,10 @@ class HostStore(RemoteStore):
                 self._below.close()
             self._loads.clear()
             self._stores.clear()
+
+
+def _crcs_of_rooms(rooms: Sequence[memoryview | None]) -> list[int | None]:
+    return [room.obj.crc() if room is not None and isinstance(room.obj, native.HostRoom) else None for room in rooms]
 
 
 def _opened(answer: bytes) -> memoryview:
