@@ -231,7 +231,7 @@ def test_room_that_an_owner_before_gave_out_is_not_written_any_more() -> None:
         reader.write(VALUES_BYTES - 1, b"ab", reader.grant)
 
 
-def test_room_is_held_while_it_is_referenced_and_void_once_it_is_given_out_anew() -> None:
+def test_room_is_held_while_it_is_referenced_and_void_once_it_is_given_out_again() -> None:
     memory, values = directory_of(), mmap.mmap(-1, VALUES_BYTES)
     owner = native.HostDirectory(memory)
     fd, page = page_of(2)
