@@ -33,6 +33,46 @@ class PageLocker(Protocol):
         """Wait for all queued copies."""
 
 
+class CpuPages:
+    """A CPU copies any memory."""
+
+    def lock_pages(self, address: int, size_bytes: int) -> None: ...
+
+    def unlock_pages(self, address: int) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+class CudaPages:
+    """Page-locks for a CUDA device."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def lock_pages(self, address: int, size_bytes: int) -> None:
+        import torch
+
+        portable = 1  # for all devices of the process
+        with torch.cuda.device(self._device):
+            _check_cuda(torch.cuda.cudart().cudaHostRegister(address, size_bytes, portable))
+
+    def unlock_pages(self, address: int) -> None:
+        import torch
+
+        with torch.cuda.device(self._device):
+            _check_cuda(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def settle(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+
+
+def _check_cuda(error: Any) -> None:
+    if int(error):
+        raise RuntimeError(f"CUDA: {error}")
+
+
 class LockedMemory:
     """Memory of ``store``, page-locked for ``device`` until ``close``. After a change of its owner other memory is."""
 

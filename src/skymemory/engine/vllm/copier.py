@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from skymemory.engine.page_locked import LockedMemory, PageLocker
+from skymemory.engine.page_locked import CpuPages, CudaPages, LockedMemory, PageLocker
 from skymemory.errors import InvalidInput
 
 STAGING_BYTES = 256 << 20
@@ -134,7 +134,7 @@ class Device(PageLocker, Protocol):
         """Return block numbers as a device tensor; called in ``work``."""
 
 
-class Host:
+class Host(CpuPages):
     """CPU: queued work is done at once."""
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
@@ -152,12 +152,6 @@ class Host:
         import torch
 
         return torch.tensor(blocks)
-
-    def lock_pages(self, address: int, size_bytes: int) -> None: ...
-
-    def unlock_pages(self, address: int) -> None: ...
-
-    def settle(self) -> None: ...
 
 
 class _RecordedEvent:
@@ -179,13 +173,13 @@ class _RecordedEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class Cuda:
+class Cuda(CudaPages):
     """CUDA device; ``compute`` is the calling thread's current stream."""
 
     def __init__(self, device: Any) -> None:
         import torch
 
-        self._device = device
+        super().__init__(device)
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
@@ -214,29 +208,6 @@ class Cuda:
 
         # From memory that is not pinned the copy would wait for all work of the stream.
         return torch.tensor(blocks, pin_memory=True).to(self._device, non_blocking=True)
-
-    def lock_pages(self, address: int, size_bytes: int) -> None:
-        import torch
-
-        portable = 1  # for all devices of the process
-        with torch.cuda.device(self._device):
-            _check_cuda(torch.cuda.cudart().cudaHostRegister(address, size_bytes, portable))
-
-    def unlock_pages(self, address: int) -> None:
-        import torch
-
-        with torch.cuda.device(self._device):
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(address))
-
-    def settle(self) -> None:
-        import torch
-
-        torch.cuda.synchronize(self._device)
-
-
-def _check_cuda(error: Any) -> None:
-    if int(error):
-        raise RuntimeError(f"CUDA: {error}")
 
 
 @dataclass(slots=True)
