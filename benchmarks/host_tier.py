@@ -111,13 +111,13 @@ def memcached(port: str, name: str, size_bytes: int) -> tuple[Verb, Verb]:
 
 
 @contextmanager
-def owner(folder: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://{BUDGET}?at={folder}"]
+def owner(folder: Path, budget: str = BUDGET) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://{budget}?at={folder}"]
     command += ["--listen", f"unix://{folder}/redis.sock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
-            yield
+            yield process
         finally:
             process.terminate()
 
