@@ -15,7 +15,7 @@ PIECE = 1000
 
 
 class Registrar:
-    """A device that may refuse, or lock only when told to."""
+    """A device that may refuse, or lock only when it may."""
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.locked: dict[int, int] = {}
@@ -88,7 +88,7 @@ def test_a_value_beyond_what_is_locked_so_far_is_not_found() -> None:
     locked.close()
 
 
-def test_a_refusal_is_told_once_and_what_is_locked_is_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_once_and_what_is_locked_is_used(caplog: pytest.LogCaptureFixture) -> None:
     device, store = Registrar(most=2), a_store()
     locked = LockedMemory(store, device, PIECE)
     in_time(lambda: len(caplog.records) == 1)
@@ -108,6 +108,7 @@ def test_other_memory_is_locked_once_no_copy_from_that_before_is_under_way() -> 
     with locked.parts(before[:1500]) as parts:
         store.memory = memory_of(1200)
         assert not locked.is_whole
+        threading.Event().wait(0.2)
         assert set(device.locked) == store_before and len(parts) == 2, "a copy is being queued"
         with locked.parts(before[:10]) as late:
             assert late == []

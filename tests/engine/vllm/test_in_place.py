@@ -20,7 +20,7 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.engine.page_locked import LockedMemory
 from skymemory.engine.vllm.copier import Host, PartCopier, TorchCopier
 from skymemory.engine.vllm.plan import LoadRequest, Piece
-from skymemory.engine.vllm.worker import _Job
+from skymemory.engine.vllm.worker import _Job, _log
 from skymemory.kv.block import hash_blocks
 from skymemory.store.base import Places, StoreTicket
 from skymemory.store.host.client import HostStore
@@ -40,6 +40,12 @@ def owner(folder: Path) -> Iterator[ServedArena]:  # noqa: F811
 def store(owner: ServedArena) -> Iterator[HostStore]:
     with HostStore(owner.folder) as store:
         yield store
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy computer takes longer than a step waits for room."""
+    monkeypatch.setattr("skymemory.engine.vllm.rooms._WAIT_S", 20.0)
 
 
 @pytest.fixture(params=DEVICES)
@@ -64,7 +70,8 @@ def computed(engine: Engine, name: str, words: list[int]) -> None:
     engine.release(request)
 
 
-def test_what_one_engine_saves_in_place_another_loads(owner: ServedArena, store: HostStore, device: None) -> None:
+@pytest.mark.usefixtures("patient", "device")
+def test_what_one_engine_saves_in_place_another_loads(owner: ServedArena, store: HostStore) -> None:
     words = prompt(40 * VALUE)
     engine = Engine(store, blocks=256)
     computed(engine, "first", words[: 3 * VALUE])
@@ -105,7 +112,7 @@ class Slow(HostStore):
         return super().prepare_rooms(sizes, places)
 
 
-def test_no_step_waits_for_an_owner_that_gives_no_room(owner: ServedArena) -> None:
+def test_no_step_waits_for_an_owner_that_gives_no_room(owner: ServedArena, monkeypatch: pytest.MonkeyPatch) -> None:
     before = owner.stats()["free_bytes"]
     with Slow(owner.folder) as store:
         engine = Engine(store, blocks=256)
@@ -116,6 +123,7 @@ def test_no_step_waits_for_an_owner_that_gives_no_room(owner: ServedArena) -> No
         counts = engine.scheduler.counts()
         assert counts["saved_values"] == 5 and not counts.get("saved_in_place")
         store.go.set()
+        monkeypatch.setattr("skymemory.engine.vllm.rooms._WAIT_S", 20.0)
         while engine.worker._saver._rooms._asking:
             time.sleep(0.001)
         computed(engine, "last", prompt(VALUE, 9))
@@ -126,6 +134,7 @@ def test_no_step_waits_for_an_owner_that_gives_no_room(owner: ServedArena) -> No
     assert owner.stats()["free_bytes"] == before, "what came late is given back"
 
 
+@pytest.mark.usefixtures("patient")
 def test_room_of_values_that_are_dropped_is_given_back(owner: ServedArena, store: HostStore) -> None:
     before = owner.stats()["free_bytes"]
     engine = Engine(store)
@@ -138,15 +147,18 @@ def test_room_of_values_that_are_dropped_is_given_back(owner: ServedArena, store
     in_time(lambda: owner.stats()["free_bytes"] == before)
 
 
+@pytest.mark.usefixtures("patient")
 def test_room_into_which_a_copy_failed_is_given_to_no_other(
     owner: ServedArena, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(store)
     (copier,) = engine.worker._copiers
     monkeypatch.setattr(copier, "read", lambda blocks, out: 1 / 0)
+    monkeypatch.setattr(_log, "disabled", True)  # pytest keeps tracebacks, which hold the rooms, too
     computed(engine, "one", prompt(2 * VALUE))
     assert engine.scheduler.counts()["refused_values"] == 2 and not engine.scheduler.saving
     engine.close()
+    gc.collect()
     assert store.stats()["held_values"] == 2 and not owner.stats()["entries"]
     in_time(lambda: owner.stats()["quarantined_bytes"] > 0)  # the device may still write there
     del engine
