@@ -18,7 +18,7 @@ from tests.store.host.test_host_processes import in_time
 
 from skymemory.cache.blocks import BlockCache
 from skymemory.engine.page_locked import LockedMemory
-from skymemory.engine.vllm.copier import Host, PartCopier, TorchCopier
+from skymemory.engine.vllm.copier import Cuda, Host, PartCopier, TorchCopier
 from skymemory.engine.vllm.plan import LoadRequest, Piece
 from skymemory.engine.vllm.worker import _Job, _log
 from skymemory.kv.block import hash_blocks
@@ -27,7 +27,10 @@ from skymemory.store.host.client import HostStore
 from skymemory.store.host.server import ServedArena
 
 VALUE = BLOCK * SIZE
-DEVICES: dict[str, Callable[[], QueuedDevice | None]] = {"cpu": lambda: None, "queued device": lambda: QueuedDevice(3)}
+DEVICES: dict[str, Callable[[], QueuedDevice | Cuda | None]] = {"cpu": lambda: None}
+DEVICES["queued device"] = lambda: QueuedDevice(3)
+if torch.cuda.is_available():
+    DEVICES["cuda"] = lambda: Cuda(torch.device("cuda", 0))
 
 
 @pytest.fixture

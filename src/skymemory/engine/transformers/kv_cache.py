@@ -863,7 +863,7 @@ class Staging:
     def place(self, index: int, block: memoryview) -> None:
         # Gather blocks of all threads in a batch; the thread that completes a full batch sends it to the device.
         with self._locked_parts(block) as parts:
-            is_locked = bool(parts)
+            is_locked = bool(parts) and block.nbytes == self._layout.block_bytes
         with self._changed:
             batch = self._batch = self._batch or _BatchRows()
             slot = len(batch.indices)
