@@ -169,14 +169,14 @@ def redis_server(socket_path: Path | None = None) -> Iterator[int | None]:
 
 
 @contextmanager
-def host_owner(folder: Path, size: str) -> Iterator[None]:
+def host_owner(folder: Path, size: str) -> Iterator[subprocess.Popen[str]]:
     """An owner of a host arena in ``folder``."""
     command = [sys.executable, "-m", "skymemory", "store", "serve", f"host://{size}?at={folder}"]
     command += ["--listen", f"unix://{folder}/redis.sock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
-            yield
+            yield process
         finally:
             process.terminate()
 

@@ -10,15 +10,23 @@ the repeats.
 
 Needs torch, transformers and numpy, and no other package. Without an accelerator it says so; `--device cpu --models
 small` tries the same on one that has none.
+
+`--host-tier` measures the host tier instead, in four minutes at most: bytes copied into an arena and back are compared;
+GB/s of loads and saves by size of value; the time to the first token of 8,192 tokens of Llama-3-8B's shape, computed
+and from the arena. Without an accelerator, or with `--dry-run`, all is small and on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +35,13 @@ import torch
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from _bench import constellation, print_table, write_json
+from _bench import constellation, host_owner, print_table, write_json
+from block_copier import arena_rows
 from skymemory.engine.transformers.huggingface import KVCManager
 from skymemory.engine.transformers.kv_cache import SkyCache
 from skymemory.engine.transformers.models import SMALL_SHAPE, TINYLLAMA_SHAPE, build_llama
 from skymemory.store.base import Store
+from skymemory.store.host.client import HostStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.connect import store_of
@@ -91,6 +101,7 @@ def loaded(model: Any, store: Store, ids: torch.Tensor, repeats: int, device: st
     for loading in ("prefix", "cake"):
         with KVCManager(model, store=store, weights="random 0", loading=loading) as kvc:  # type: ignore[arg-type]
             kvc.add_blocks_ids(ids)
+            found["page_locked"] = kvc._memory is not None and kvc._memory.wait(60)
             got = answer(model, ids, kvc.get_cache_ids(ids))
             found[f"{loading}_same_tokens"] = sum(a == b for a, b in zip(got, expected, strict=True))
             apart = (first_logits(model, ids, kvc.get_cache_ids(ids)) - logits).abs().max() / logits.std()
@@ -137,6 +148,59 @@ def measured(which: str, device_name: str, args: argparse.Namespace) -> list[dic
     return rows
 
 
+def ttft_rows(store: Store, place: str, which: str, tokens: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a model's time to the first token, computed and loaded from ``store``."""
+    shape = {**MODELS[which], "max_position_embeddings": tokens + 64}
+    model = build_llama(shape, args.seed, dtype="bfloat16", weight_std=0.1 if which == "small" else 0.02)
+    model = model.to(place)  # type: ignore[arg-type]
+    yield {"way": "model built", "model": which}
+    drawn = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(3, shape["vocab_size"], (1, tokens + TAIL_TOKENS), generator=drawn).to(place)
+    computed_s = seconds(lambda: first_token(model, ids, DynamicCache(config=model.config)), args.repeats, place)
+    yield {"way": "computed", "model": which, "tokens": tokens, "ttft_s": computed_s}
+    found = loaded(model, store, ids, args.repeats, place)
+    yield {"way": "host", "model": which, "tokens": tokens, "of_computing": found["prefix_s"] / computed_s, **found}
+
+
+def host_tier(args: argparse.Namespace) -> None:
+    """Measure the host tier; at the time limit write what there is, and end."""
+    dry = args.dry_run or not torch.cuda.is_available()
+    place, which, tokens = ("cpu", "small", 256) if dry else ("cuda", "llama-8b", 8192)
+    sizes, values, budget = ([64 << 10], 8, "24MiB") if dry else ([512 << 10, 3 << 20, 12 << 20], 64, "3GiB")
+    name = "CPU" if dry else torch.cuda.get_device_name(0)
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append({"device": name, **row})
+        shown = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+        print(f"{time.perf_counter() - began_s:5.1f} s  {', '.join(shown)}", file=sys.stderr, flush=True)
+
+    def give_up() -> None:  # whatever the device does
+        print(f"not done in {args.limit_s:g} s", file=sys.stderr, flush=True)
+        write_json(args.json, "accelerator_host_tier", args.seed, [*rows, {"way": "time limit"}])
+        process.terminate()
+        process.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    began_s = time.perf_counter()
+    print(f"{name}{', a dry run' if dry else ''}", file=sys.stderr, flush=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="skymemory-", dir="/dev/shm") as folder,
+        host_owner(Path(folder), budget) as process,
+        HostStore(Path(folder)) as store,
+    ):
+        limit = threading.Timer(args.limit_s, give_up)
+        limit.daemon = True
+        limit.start()
+        for row in arena_rows(store, place, sizes, values, args.repeats):
+            add(row)
+        for row in ttft_rows(store, place, which, tokens, args):
+            add(row)
+        limit.cancel()
+    write_json(args.json, "accelerator_host_tier", args.seed, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
@@ -146,7 +210,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--host-tier", action="store_true", help="measure the host tier instead")
+    parser.add_argument("--dry-run", action="store_true", help="of the host tier, small and on the CPU")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="time of --host-tier")
     args = parser.parse_args()
+    if args.host_tier:
+        logging.set_verbosity_error()
+        host_tier(args)
+        return
     if args.device != "cpu" and not torch.cuda.is_available():
         sys.exit("no accelerator: this benchmark needs one (--device cpu tries it without)")
     logging.set_verbosity_error()

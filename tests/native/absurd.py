@@ -79,8 +79,8 @@ class Scene:
         self.answers = b"".join(_packet(16, 0x42, ref, part) for ref, part in zip(self.refs, parts, strict=True))
         self.sets = b"".join(_packet(8, 1, ref, part) for ref, part in zip(self.refs[:4], parts, strict=False))
         self.set_bytes = len(self.sets) // 4
-        (folder / "page").write_bytes(struct.pack("<8sQQQQ", b"HSKPAGE2", 8, 4, 0, 0).ljust(8192, b"\0"))
         self.page = folder / "page"
+        self._page()
         self.get = _packet(8, 2, KEY + struct.pack(">III", 1, 1, 4) + b"\x0f")
         self.ack = _packet(16, 0x41, KEY + struct.pack(">III", 1, 3, 9) + b"\xff\x01")
         signed = backend.sign_packets
@@ -166,6 +166,19 @@ class Scene:
         head = bytes((0x5B, 1, 1, 0)) + struct.pack("<I", len(body))
         return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head + bytes(4)))) + body
 
+    def _page(self) -> mmap.mmap:
+        """A client's, with a slot that is full, two with room and an empty one."""
+        data = bytearray(struct.pack("<8sQQQQQQ", b"HSKPAGE2", 8, 4, 0, 0, 4, 1).ljust(8192, b"\0"))
+        for at, (state, offset, room_bytes) in enumerate(
+            ((2, 8192, 64), (5, 16_384, 20_032), (9, 65_536, 64), (4, 0, 0))
+        ):
+            struct.pack_into(
+                "<4Q32s5Q", data, 4096 + 128 + 128 * at, state, offset, room_bytes, 1, bytes(32), 50, 7, 1, 3, 0
+            )
+        self.page.write_bytes(data)
+        with open(self.page, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+
     def _directory(self) -> mmap.mmap:
         """A host arena's, with values under three keys."""
         directory = mmap.mmap(-1, 4096 + 4 * 64 + 64 * 16)
@@ -248,6 +261,7 @@ class Scene:
             "DelayPrice": lambda: (0.3, 60.0, 0.9),
             "HostDirectory": lambda: (self._directory(),),
             "HostView": tuple,
+            "HostRoom": tuple,
             "HostReader": lambda: (self._directory(), mmap.mmap(-1, 1 << 20), os.open(self.page, os.O_RDWR)),
             "TtftRanker": lambda: (
                 fast.PrefillQueues(0.1),
@@ -358,17 +372,19 @@ class Scene:
             for number in range(3):
                 directory.put(bytes([number]) * 32, 64 * number, 50, 7)
 
-        def page() -> mmap.mmap:
-            with open(self.page, "r+b") as file:
-                return mmap.mmap(file.fileno(), 0)
-
         for name, make in {
             "put": lambda: (bytes(32), 64, 50, 7),
             "take": lambda: (bytes(32),),
             "mark": lambda: (bytes(32), 0, 1 << 32, True),
             "entries": tuple,
-            "held_offsets": lambda: ([page(), page()],),
-            "uses": lambda: (page(), 0),
+            "held_offsets": lambda: ([self._page(), self._page()],),
+            "uses": lambda: (self._page(), 0),
+            "set_awake": lambda: (True,),
+            "give_room": lambda: (self._page(), 3, 4096, 64),
+            "take_room": lambda: (self._page(), 1),
+            "posted": lambda: ([self._page(), self._page()],),
+            "posts": lambda: (self._page(),),
+            "end_post": lambda: (self._page(), 0),
         }.items():
             method("HostDirectory", name, make, stored)
         for name, make in {
@@ -376,6 +392,15 @@ class Scene:
             "sizes": lambda: ([bytes(32), b"\1" * 32],),
             "prefix": lambda: ([bytes(32), b"\1" * 32],),
             "write": lambda: (4096, bytearray(20_000), 1),
+            "room": lambda: (4096, 20_000, 1),
+            "store": lambda: (
+                bytes(32),
+                bytearray(self.dice.choice((50, 20_000))),
+                1,
+                3,
+                self.dice.choice((None, bytes(32))),
+            ),
+            "populate": lambda: (0, 8192),
             "renew": tuple,
             "let_go": tuple,
         }.items():
@@ -385,7 +410,12 @@ class Scene:
             reader = fast.HostReader(*plain["HostReader"]())
             return reader.hold([bytes(32)])[0].is_sound, ()
 
+        def room() -> tuple[Call, Arguments]:
+            reader = fast.HostReader(*plain["HostReader"]())
+            return reader.room(4096, 20_000, reader.grant).crc, ()
+
         makes["HostView.is_sound"] = view
+        makes["HostRoom.crc"] = room
         method("TtftRanker", "rank", ranked, lambda ranker: None)
         method("TtftRanker", "forget", lambda: (0,), lambda ranker: None)
         makes["TtftRanker.forget"] = lambda: (fast.TtftRanker(*plain["TtftRanker"]()).forget, (0,))

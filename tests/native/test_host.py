@@ -232,6 +232,29 @@ def test_room_that_an_owner_before_gave_out_is_not_written_any_more() -> None:
         reader.write(VALUES_BYTES - 1, b"ab", reader.grant)
 
 
+def test_room_is_held_while_it_is_referenced_and_void_once_it_is_given_out_again() -> None:
+    memory, values = directory_of(), mmap.mmap(-1, VALUES_BYTES)
+    owner = native.HostDirectory(memory)
+    fd, page = page_of(2)
+    reader = native.HostReader(memory, values, fd)
+    grant = reader.grant
+    room, other = reader.room(64, 3, grant), reader.room(128, 20_000, grant)
+    assert room is not None and other is not None and reader.room(256, 1, grant) is None, "all holds are in use"
+    view = memoryview(room)
+    view[:] = b"abc"
+    assert values[64:67] == b"abc" and room.crc() == zlib.crc32(b"abc") and len(memoryview(other)) == 20_000
+    del room, other
+    assert owner.held_offsets([page]) == {64}, "by its view"
+    reader.renew()
+    assert reader.room(128, 3, grant) is None and reader.held == 1
+    assert view.obj.crc() is None  # type: ignore[attr-defined]
+    del view
+    assert owner.held_offsets([page]) == set() and reader.held == 0
+    with pytest.raises(ValueError, match="beyond the arena"):
+        reader.room(VALUES_BYTES - 1, 2, reader.grant)
+    assert reader.room(VALUES_BYTES, 0, reader.grant) is not None
+
+
 def test_a_forked_childs_copy_of_a_view_ends_no_hold_of_the_parent() -> None:
     memory = directory_of()
     owner = native.HostDirectory(memory)

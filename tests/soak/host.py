@@ -19,6 +19,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skymemory.store.host.client import HostStore
 
 CLIENTS, KEYS = 6, 400
 BUDGET = "48MiB"
@@ -40,6 +44,28 @@ def is_right(number: int, value: memoryview) -> bool:
     """Every part is of this key and of one write."""
     data = bytes(value)
     return data[:8] == number.to_bytes(8, "big") and data == data[:PART] * (len(data) // PART)
+
+
+def put_in_place(store: HostStore, values: list[tuple[bytes, bytes]], dice: random.Random) -> list[bool]:
+    """Store values in rooms, slowly; some are given up, and still written, as by a device that was not stopped."""
+    ticket = store.prepare_rooms([(key, len(value)) for key, value in values])
+    given_up = []
+    for at, (_, value) in enumerate(values):
+        room = ticket.rooms[at]
+        if room is None:
+            continue
+        half = len(value) // 2
+        room[:half] = value[:half]
+        if dice.random() < 0.2:
+            time.sleep(dice.uniform(0.0, 0.05))
+        room[half:] = value[half:]
+        if dice.random() < 0.2:
+            ticket.rooms[at] = None
+            given_up.append(room)
+    done = store.complete_store(ticket)
+    for room in given_up:
+        room[:] = b"?" * len(room)
+    return done
 
 
 def use(folder: Path, seed: int) -> None:
@@ -72,8 +98,8 @@ def use(folder: Path, seed: int) -> None:
         elif turn < 0.9:
             items = [((number + at) % KEYS, dice.choice(SIZES)) for at in range(dice.randrange(1, 5))]
             write = dice.randrange(1 << 60)
-            done = store.put_many([(key_of(each), value_of(each, write, size // PART + 1)) for each, size in items])
-            writes += done.count(True)
+            values = [(key_of(each), value_of(each, write, size // PART + 1)) for each, size in items]
+            writes += (put_in_place(store, values, dice) if turn < 0.7 else store.put_many(values)).count(True)
         elif turn < 0.93:
             store.delete([key_of(number)])
         while len(held) > 40 or (held and dice.random() < 0.5):

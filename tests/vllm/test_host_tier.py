@@ -43,8 +43,10 @@ def test_other_engines_load_what_one_has_saved(tmp_path: Path, shared: Path, one
     (plain,) = run(tmp_path, [asked], None, **how)
     arena, far = ServedArena(shared, 256 << 20), MemoryStore(256 << 20, name="far")
     with TieredStore([(arena, TierSettings(local=True)), (far, TierSettings())]) as tiers:
-        saved = run(tmp_path, [asked], transfer(f"host://{shared}"), **how)
-        assert answers(saved) == answers([plain])
+        saved, again = run(tmp_path, [asked, asked[:1]], transfer(f"host://{shared}"), **how)
+        assert answers([saved]) == answers([plain])
+        counts = again["counts"]  # what was saved after the last step of the first round is in it
+        assert counts["saved_values"] == counts["saved_in_place"] == 4, "copied straight into the arena"
         assert arena.stats()["entries"] == 4 and tiers.flush(20)
         (second,) = run(tmp_path, [asked], transfer(f"host://{shared}"), **how)
         assert answers([second]) == answers([plain]) and second["external"] >= 512

@@ -22,12 +22,12 @@ from skymemory.native.twin.sockets import SLOT_BYTES, Ack, Arrival
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from skymemory.native.host import HostDirectory, HostReader, HostView
+    from skymemory.native.host import HostDirectory, HostReader, HostRoom, HostView
     from skymemory.native.twin.backend import *  # noqa: F403
 
 __all__ = ["NATIVE", "SLOT_BYTES", "Ack", "AnswerTerms", "Arrival", "Guard", "Landing", "Rows", "Run"]
 __all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "PlainRequests", "Served", "Slot", "Tally", "Transit"]
-__all__ += ["HostDirectory", "HostReader", "HostView"]
+__all__ += ["HostDirectory", "HostReader", "HostRoom", "HostView"]
 __all__ += ["PAYLOAD_KEY_BYTES", "chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 
@@ -59,7 +59,7 @@ NATIVE: bool = _fast is not None
 for _name in backend.__all__:
     _from = backend if _fast is None or (_name in _OF_SHA and not _fast.sha_ready()) else _fast
     globals()[_name] = getattr(_from, _name)
-for _name in ("HostDirectory", "HostReader", "HostView"):
+for _name in ("HostDirectory", "HostReader", "HostRoom", "HostView"):
     globals()[_name] = getattr(_fast, _name, None)
 
 

@@ -84,7 +84,7 @@ PyMODINIT_FUNC PyInit__fast(void)
     PyObject *made = PyModule_Create(&module);
     SkyType *types[] = {&sky_block_table_type, &sky_prefix_table_type, &sky_holder_table_type, &sky_under_way_type,
                         &sky_prefill_queues_type, &sky_share_guard_type, &sky_delay_price_type, &sky_ttft_ranker_type,
-                        &sky_host_directory_type, &sky_host_reader_type, &sky_host_view_type};
+                        &sky_host_directory_type, &sky_host_reader_type, &sky_host_view_type, &sky_host_room_type};
     for (size_t at = 0; made && at < sizeof types / sizeof *types; at++) {
         types[at]->object = (PyTypeObject *)PyType_FromSpec(&types[at]->spec);
         if (!types[at]->object || PyModule_AddType(made, types[at]->object) < 0)

@@ -80,6 +80,6 @@ int sky_host_key(PyObject *given, uint64_t key[HOST_KEY_WORDS]);
 #define HOST_RELAXED(place) __atomic_load_n(&(place), __ATOMIC_RELAXED)
 #define HOST_STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
 
-extern SkyType sky_host_directory_type, sky_host_reader_type, sky_host_view_type;
+extern SkyType sky_host_directory_type, sky_host_reader_type, sky_host_room_type, sky_host_view_type;
 
 #endif

@@ -89,6 +89,17 @@ class HostView:
         raise NotImplementedError
 
 
+class HostRoom:
+    """Writable buffer of room in the arena, which no other process is given while this object lives."""
+
+    def crc(self) -> int | None:
+        """Return the CRC-32 of the bytes; None if the room has become void."""
+        raise NotImplementedError
+
+    def __buffer__(self, flags: int) -> memoryview:
+        raise NotImplementedError
+
+
 class HostReader:
     """A client's side: finds, holds and writes values without asking their owner. Long copies and checksums release
     the interpreter's lock. ``page_fd``, a descriptor of its page, is its own from now on.
@@ -115,6 +126,10 @@ class HostReader:
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading keys that are present."""
+        raise NotImplementedError
+
+    def room(self, offset: int, size_bytes: int, grant: int) -> HostRoom | None:
+        """Hold room that was given out under ``grant``. None: it is void, or too many values are held."""
         raise NotImplementedError
 
     def write(self, offset: int, value: Buffer, grant: int) -> int | None:

@@ -109,6 +109,61 @@ SkyType sky_host_view_type = {
     },
 };
 
+/* --- Room that is written in place: a view whose `check` is the grant --- */
+
+static uint64_t grant(Reader *self)
+{
+    return __atomic_load_n(&self->map.head->epoch, __ATOMIC_SEQ_CST) << 32 |
+           __atomic_load_n(&self->connections, __ATOMIC_SEQ_CST);
+}
+
+static int get_writable_buffer(PyObject *object, Py_buffer *buffer, int flags)
+{
+    View *self = (View *)object;
+    if (self->reader->process != getpid()) {
+        PyErr_SetString(PyExc_BufferError, "this room is the parent process's: a forked child may not write there");
+        return -1;
+    }
+    return PyBuffer_FillInfo(buffer, object, (char *)self->reader->values.buf + self->offset, self->size, 0, flags);
+}
+
+static PyObject *get_room_crc(PyObject *object, PyObject *none)
+{
+    View *self = (View *)object;
+    Reader *reader = self->reader;
+    uint32_t crc = 0;
+    if (reader->process == getpid()) {
+        Py_BEGIN_ALLOW_THREADS
+        crc = sky_crc32(0, (const uint8_t *)reader->values.buf + self->offset, (size_t)self->size);
+        Py_END_ALLOW_THREADS
+        if (grant(reader) == self->check)
+            return PyLong_FromUnsignedLong(crc);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef room_methods[] = {
+    {"crc", get_room_crc, METH_NOARGS, "crc() -> CRC-32 or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot room_slots[] = {
+    {Py_tp_doc, (void *)"Room of a host arena, held until this object ends"},
+    {Py_tp_dealloc, (void *)destroy_view},
+    {Py_tp_methods, room_methods},
+    {Py_bf_getbuffer, (void *)get_writable_buffer},
+    {0, NULL},
+};
+
+SkyType sky_host_room_type = {
+    .spec = {
+        .name = "skymemory.native._fast.HostRoom",
+        .basicsize = sizeof(View),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+        .slots = room_slots,
+    },
+};
+
 /* --- The client --- */
 
 /* The slot with what this process has stored last under a key and the owner has not entered yet, or NULL. */
@@ -258,12 +313,6 @@ static uint32_t copied(uint8_t *to, const uint8_t *from, size_t size)
     return crc;
 }
 
-static uint64_t grant(Reader *self)
-{
-    return __atomic_load_n(&self->map.head->epoch, __ATOMIC_SEQ_CST) << 32 |
-           __atomic_load_n(&self->connections, __ATOMIC_SEQ_CST);
-}
-
 /* Room is held while it is written. Who gives it to others begins with a new epoch or connection and then reads the holds;
  * who writes holds it and then looks whether both are what they were: one of them sees the other. */
 static int claim(Reader *self, int64_t hold, uint64_t offset, uint64_t granted)
@@ -271,6 +320,38 @@ static int claim(Reader *self, int64_t hold, uint64_t offset, uint64_t granted)
     __atomic_store_n(&self->holds[hold], offset + 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     return grant(self) == granted;
+}
+
+/* Whether these bytes lie in the arena and may be written; else ValueError. */
+static int may_write(const Reader *self, uint64_t offset, uint64_t size)
+{
+    if (!self->values.readonly && offset <= (uint64_t)self->values.len && size <= (uint64_t)self->values.len - offset)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%llu bytes at %llu: beyond the arena, or it is mapped read-only",
+                 (unsigned long long)size, (unsigned long long)offset);
+    return 0;
+}
+
+static PyObject *give_room(PyObject *object, PyObject *args)
+{
+    Reader *self = (Reader *)object;
+    unsigned long long offset, size, granted;
+    if (!PyArg_ParseTuple(args, "KKK:room", &offset, &size, &granted) || !may_write(self, offset, size))
+        return NULL;
+    int64_t hold = free_hold(self);
+    if (hold < 0)
+        Py_RETURN_NONE;
+    View *room = (View *)PyType_GenericAlloc(sky_host_room_type.object, 0);
+    if (!room)
+        return NULL;
+    self->free_count--;
+    room->reader = (Reader *)Py_NewRef((PyObject *)self);
+    room->offset = offset, room->size = (Py_ssize_t)size, room->check = granted, room->hold = (uint32_t)hold;
+    if (!claim(self, hold, offset, granted)) {
+        Py_DECREF((PyObject *)room);
+        Py_RETURN_NONE;
+    }
+    return (PyObject *)room;
 }
 
 static PyObject *write_value(PyObject *object, PyObject *args)
@@ -281,8 +362,7 @@ static PyObject *write_value(PyObject *object, PyObject *args)
     uint32_t crc = 0;
     if (!PyArg_ParseTuple(args, "Ky*K:write", &offset, &value, &granted))
         return NULL;
-    if (self->values.readonly || offset > (uint64_t)self->values.len || (uint64_t)value.len > (uint64_t)self->values.len - offset) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes at %llu: beyond the arena, or it is mapped read-only", value.len, offset);
+    if (!may_write(self, offset, (uint64_t)value.len)) {
         PyBuffer_Release(&value);
         return NULL;
     }
@@ -510,6 +590,7 @@ static PyMethodDef methods[] = {
     {"hold", hold, METH_O, "hold(keys) -> list of HostView, None or False"},
     {"sizes", sizes, METH_O, "sizes(keys) -> list of int or None"},
     {"prefix", prefix, METH_O, "prefix(keys) -> int"},
+    {"room", give_room, METH_VARARGS, "room(offset, size_bytes, grant) -> HostRoom or None"},
     {"write", write_value, METH_VARARGS, "write(offset, value, grant) -> CRC-32 or None"},
     {"store", store, METH_VARARGS, "store(key, value, kind, depth, parent) -> -1, 0, 1 or 2"},
     {NULL, NULL, 0, NULL},

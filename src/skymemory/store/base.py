@@ -120,6 +120,8 @@ class StoreTicket:
     """Keys that failed without an answer."""
     reason: str = ""
     """Reason in words if some items are not stored; empty if unknown."""
+    rooms: list[memoryview | None] = field(default_factory=list, repr=False)
+    """Room of each item of ``InPlace.prepare_rooms``; the caller sets to None what it leaves unwritten."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -285,6 +287,18 @@ class AtOnce(Protocol):
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
         """Run ``complete_load`` if all values are in memory; else return None, changing nothing."""
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """Optional interface: write values where they stay. Views of values stay as they are while they are referenced."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Return the memory of all values: another object once it is other memory."""
+
+    def prepare_rooms(self, sizes: Sequence[tuple[bytes, int]], places: Places = ()) -> StoreTicket:
+        """Reserve room, to be written before ``complete_store`` and never after (``StoreTicket.rooms``)."""
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:

@@ -369,7 +369,7 @@ def test_by_the_way_of_a_device(name: str, there: bool, monkeypatch: pytest.Monk
     """The code that gathers and spreads, on the processor: nothing that was placed is written late."""
 
     class Staged(GroupRoom):
-        def __init__(self, group: Any, layout: Any, rooms: Any) -> None:
+        def __init__(self, group: Any, layout: Any, rooms: Any, memory: Any) -> None:
             super().__init__(group, layout, rooms)
             self._staging = Staging(rooms, layout)
             self.threads = 4

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from skymemory.cache.blocks import BlockCache, Part, Parts  # noqa: E402
+from skymemory.engine.page_locked import CpuPages, LockedMemory  # noqa: E402
 from skymemory.engine.transformers.kv_cache import CacheSource, Gathered, RoomPool, SkyCache, Staging  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 from skymemory.kv.context import CacheContext  # noqa: E402
@@ -46,6 +48,32 @@ def test_both_paths_move_the_same_bytes(layout: KVLayout, at_once: int, monkeypa
         for reader in (gathered, source):
             reader.read(index, memoryview(out))
             assert bytes(out) == blocks[index]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
+@pytest.mark.parametrize("locked_blocks", [7, 4])
+def test_blocks_in_locked_memory_are_copied_from_there(
+    layout: KVLayout, at_once: int, locked_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skymemory.engine.transformers.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
+    count, size = 7, layout.block_bytes
+    blocks = np.random.default_rng(1).bytes(count * size)
+    store = SimpleNamespace(memory=memoryview(bytearray(blocks[: locked_blocks * size])), prepare_rooms=None)
+    memory = LockedMemory(store, CpuPages(), size * 2 // 3)  # type: ignore[arg-type]
+    assert memory.wait(10)
+    cache = SkyCache(layout, count * layout.block_tokens, torch.device("cpu"), RoomPool())
+    staging = Staging(cache.groups[0]._rooms, layout, memory)
+    for index in [4, 0, 6, 2, 1, 5, 3]:
+        lies_in = store.memory if index < locked_blocks else memoryview(blocks)
+        staging.place(index, lies_in[index * size : (index + 1) * size].toreadonly())
+    staging.flush()
+    cache.fill(np.arange(count * layout.block_tokens))
+    source, out = CacheSource(cache, layout), bytearray(size)
+    for index in range(count):
+        source.read(index, memoryview(out))
+        assert bytes(out) == blocks[index * size : (index + 1) * size]
+    memory.close()
 
 
 @pytest.mark.parametrize("at_once", [1, 5])

@@ -15,14 +15,15 @@ import numpy as np
 from tests.engine.vllm.queued import QueuedDevice
 
 from skymemory.cache.blocks import BlockCache, Part, Parts
-from skymemory.engine.vllm.copier import CpuCopier, Cuda, PartCopier, TorchCopier
+from skymemory.engine.page_locked import LockedMemory
+from skymemory.engine.vllm.copier import CpuCopier, Cuda, Host, PartCopier, TorchCopier
 from skymemory.engine.vllm.identity import Seeds
 from skymemory.engine.vllm.plan import Shape
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.context import CacheContext
-from skymemory.store.base import Store
+from skymemory.store.base import InPlace, Store
 
 BLOCK, SIZE, LAYERS, LAYER_BYTES = 4, 2, 3, 40
 SHAPE = Shape(BLOCK, SIZE)
@@ -117,15 +118,18 @@ class Engine:
             one_part(store), SHAPE, self.seeds, lambda name: [[self.tables[name]]], **options
         )
         self.worker = WorkerSide(one_part(store), SHAPE)
+        # Pieces of which a value may touch two.
+        locked = LockedMemory(store, device or Host(), 4096) if isinstance(store, InPlace) else None
+        assert locked is None or locked.wait(20)
         if device is None:
-            self.worker.register([PartCopier([CpuCopier(list(self.memory))])])
+            self.worker.register([PartCopier([CpuCopier(list(self.memory))])], locked)
         else:
             import torch
 
             memory = self.memory.tensor if isinstance(device, Cuda) else torch.from_numpy(self.memory)
             view = memory.view(torch.int64)
-            copier = TorchCopier([view], SIZE, device, 3 * SIZE * LAYERS * LAYER_BYTES)
-            self.worker.register([PartCopier([copier])])
+            copier = TorchCopier([view], SIZE, device, 3 * SIZE * LAYERS * LAYER_BYTES, locked)
+            self.worker.register([PartCopier([copier])], locked)
         self.finished: set[str] = set()
         self.invalid: set[int] = set()
 

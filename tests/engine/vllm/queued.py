@@ -76,6 +76,14 @@ class QueuedDevice:
     def index(self, blocks: Sequence[int]) -> Any:
         return torch.tensor(blocks)
 
+    def lock_pages(self, address: int, size_bytes: int) -> None: ...
+
+    def unlock_pages(self, address: int) -> None: ...
+
+    def settle(self) -> None:
+        while any(self._streams.values()):
+            self.go_on(1)
+
 
 def _reached(mark: Mark) -> bool:
     return getattr(mark, "reached", True)

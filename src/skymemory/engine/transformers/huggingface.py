@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, PhaseClock, Saved, StoreResult
 from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
 from skymemory.cache.patience import ComputeRate
+from skymemory.engine.page_locked import CudaPages, LockedMemory
 from skymemory.engine.transformers.cake_prefill import CakePrefill
 from skymemory.engine.transformers.computed_tokens import ComputedTokens
 from skymemory.engine.transformers.forward import at_positions, cache_option, forward_options
@@ -48,7 +49,7 @@ from skymemory.kv.codec.codec_base import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
 from skymemory.metrics import Counters
 from skymemory.reasons import Miss
-from skymemory.store.base import Store
+from skymemory.store.base import InPlace, Store
 from skymemory.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -163,6 +164,9 @@ class KVCManager:
         check_hits(model, served.layout, served.kinds, served.states, self._guard, served.context)
         clock = ComputeClock(model, self.blocks.compute)
         self._stop_clock = weakref.finalize(self, clock.remove)
+        self._memory: LockedMemory | None = None
+        if isinstance(self.store, InPlace) and model.device.type == "cuda":
+            self._memory = LockedMemory(self.store, CudaPages(model.device))
         self._closed = False
 
     @property
@@ -234,6 +238,8 @@ class KVCManager:
             self._stop_clock()
             self._kept.clear()
             self.cake.close()
+            if self._memory is not None:
+                self._memory.close()
             if self._owns_store and not self._closed:
                 self.store.close()
             self._closed = True
@@ -290,7 +296,7 @@ class KVCManager:
         # States are kept so far apart that they take as much room as the blocks between them.
         blocks_apart = -(-model.states.size_bytes // self.layout.block_bytes) if model.states is not None else 1
         room_tokens, device = self._room_tokens(prompt_tokens), self.model.device
-        cache = SkyCache(self.layout, room_tokens, device, self._pool, model.kinds, model.states)
+        cache = SkyCache(self.layout, room_tokens, device, self._pool, model.kinds, model.states, self._memory)
         cache.stop_every = max(1, blocks_apart) * self.layout.block_tokens
         return cache
 

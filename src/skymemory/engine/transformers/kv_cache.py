@@ -26,6 +26,7 @@ import torch
 import transformers
 
 from skymemory.cache.blocks import BlockSink, LoadResult
+from skymemory.engine.page_locked import LockedMemory
 from skymemory.engine.transformers.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
 from skymemory.engine.transformers.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
@@ -346,11 +347,17 @@ def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
 class GroupRoom:
     """Room for the keys and values of a layer group: the sink of its ``BlockCache``."""
 
-    def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """``rooms``: keys and values, each (layers, kv_heads, tokens, width)."""
+    def __init__(
+        self,
+        group: LayerGroup,
+        layout: KVLayout,
+        rooms: tuple[torch.Tensor, torch.Tensor],
+        memory: LockedMemory | None = None,
+    ) -> None:
+        """``rooms``: keys and values, each (layers, kv_heads, tokens, width); ``memory``: the store's own."""
         self._layout = layout
         self._rooms = rooms
-        self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
+        self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout, memory)
         self.threads = 1 if self._staging is None else max(1, min(_DEVICE_THREADS, (os.cpu_count() or 1) // 2))
         self.presence = None if group.window is None else TokenMask(group.window, int(rooms[0].shape[2]))
 
@@ -427,8 +434,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         pool: RoomPool,
         kinds: Sequence[LayerKind] = (),
         states: States | None = None,
+        memory: LockedMemory | None = None,
     ) -> None:
-        """``kinds``: per layer; empty: full attention."""
+        """``kinds``: per layer; empty: full attention. ``memory``: the store's own."""
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         with torch.inference_mode(False):  # writable in any mode
             if device.type == "cpu":
@@ -441,7 +449,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             for group in groups_of(kinds):  # consecutive, so that each group is one slice of the room
                 rows = slice(len(of_layer), len(of_layer) + len(group.layers))
-                self.groups.append(GroupRoom(group, group.layout(layout), (keys[rows], values[rows])))
+                self.groups.append(GroupRoom(group, group.layout(layout), (keys[rows], values[rows]), memory))
                 of_layer.update(zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True))
         super().__init__()
         self.layer_class_to_replicate = None
@@ -823,7 +831,8 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 # --- devices: batched copies of blocks between host and device memory ---
 #
 # A copy per layer and block would cost a launch and a wait each. So blocks are gathered, copied together through pinned
-# memory on a separate stream, and scattered. The same code works on CPU, for tests.
+# memory on a separate stream, and scattered. Blocks in the store's own memory, page-locked, are copied from there. The
+# same code works on CPU, for tests.
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8  # threads: on an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s.
@@ -835,7 +844,8 @@ class Staging:
     ``rooms``: keys and values, each (layers, kv_heads, tokens, width), slices of one tensor.
     """
 
-    def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout, memory: LockedMemory | None = None) -> None:
+        self._memory = memory
         self._rooms = rooms
         self._layout = layout
         self._device = rooms[0].device
@@ -847,21 +857,29 @@ class Staging:
         self._changed = threading.Condition()
         self._batch: _BatchRows | None = None
         self._copying = 0
-        self._sent: list[tuple[torch.Tensor, Any]] = []
+        self._sent: list[tuple[object, Any]] = []
         self._ends: list[Any] = []
 
     def place(self, index: int, block: memoryview) -> None:
         # Gather blocks of all threads in a batch; the thread that completes a full batch sends it to the device.
+        with self._locked_parts(block) as parts:
+            is_locked = bool(parts) and block.nbytes == self._layout.block_bytes
         with self._changed:
-            batch = self._batch = self._batch or _BatchRows(_pinned(self._layout, self._device))
+            batch = self._batch = self._batch or _BatchRows()
             slot = len(batch.indices)
             batch.indices.append(index)
             batch.copying += 1
             self._copying += 1
-            if len(batch.indices) == len(batch.host):
+            if is_locked:
+                batch.views[slot] = block
+            elif batch.host is None:
+                batch.host = _pinned(self._layout, self._device)
+            if len(batch.indices) == _most_rows(self._layout):
                 self._batch = None  # sent by the last thread that copies into it
         try:
-            np.copyto(batch.host[slot].numpy(), np.frombuffer(block, np.uint8))
+            if not is_locked:
+                assert batch.host is not None
+                np.copyto(batch.host[slot].numpy(), np.frombuffer(block, np.uint8))
         except BaseException:
             batch.failed.add(slot)  # its tokens are computed: later copies must not overwrite them
             raise
@@ -884,18 +902,42 @@ class Staging:
             for end in self._ends:
                 torch.cuda.current_stream(self._device).wait_event(end)
             self._ends = []
+            views = [(sent, end) for sent, end in self._sent if isinstance(sent, memoryview)]
+            self._sent = [(sent, end) for sent, end in self._sent if not isinstance(sent, memoryview)]
+        for _, end in views:
+            end.synchronize()  # they are held until then, and no longer: the store may need the memory
+
+    def _locked_parts(self, block: memoryview) -> contextlib.AbstractContextManager[list[Any]]:
+        return self._memory.parts(block) if self._memory is not None else contextlib.nullcontext([])
+
+    def _rows_on_device(self, batch: _BatchRows, slots: Sequence[int]) -> torch.Tensor:
+        """Queue the copy of a batch's rows."""
+        if not batch.views and len(slots) == len(batch.indices) and batch.host is not None:
+            return batch.host[: len(slots)].to(self._device, non_blocking=True)
+        rows = torch.empty((len(slots), self._layout.block_bytes), dtype=torch.uint8, device=self._device)
+        for row, slot in zip(rows, slots, strict=True):
+            view = batch.views.get(slot)
+            with self._locked_parts(view) if view is not None else contextlib.nullcontext([]) as parts:
+                if parts:
+                    sources = parts
+                elif view is not None:  # no longer locked: copied at once
+                    sources = [torch.from_numpy(np.array(view))]
+                else:
+                    assert batch.host is not None
+                    sources = [batch.host[slot]]
+                for target, part in zip(row.split([len(part) for part in sources]), sources, strict=True):
+                    target.copy_(part, non_blocking=True)
+        return rows
 
     def _send(self, batch: _BatchRows) -> None:
         # Queue the copy of a full batch to its places on the device.
-        host, indices = batch.host[: len(batch.indices)], torch.tensor(batch.indices)
-        if batch.failed:
-            copied = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
-            host, indices = host[copied], indices[copied]
+        slots = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
+        indices = torch.tensor([batch.indices[slot] for slot in slots], dtype=torch.int64)
         stream = self._stream
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             if stream is not None:
                 stream.wait_event(self._made)
-            on_device = host.to(self._device, non_blocking=True)
+            on_device = self._rows_on_device(batch, slots)
             if stream is not None:  # a copy of pageable memory would wait for all copies before it
                 indices = indices.pin_memory()
             where = indices.to(self._device, non_blocking=True)
@@ -908,16 +950,17 @@ class Staging:
         if stream is not None:
             end = stream.record_event()
             self._rooms[0].record_stream(stream)  # an abandoned load must not write into memory that is reused
-            self._sent = [(host, event) for host, event in self._sent if not event.query()]
-            self._sent += [(batch.host, end), (host, end), (indices, end)]
+            self._sent = [(sent, event) for sent, event in self._sent if not event.query()]
+            self._sent += [(sent, end) for sent in (batch.host, indices, *batch.views.values())]
             self._ends.append(end)
 
 
 @dataclass(slots=True, eq=False)
 class _BatchRows:
-    """Blocks gathered in host memory; ``failed`` slots are not copied."""
+    """Blocks gathered in host memory, or where they lie (``views``); ``failed`` slots are not copied."""
 
-    host: torch.Tensor
+    host: torch.Tensor | None = None
+    views: dict[int, memoryview] = field(default_factory=dict)
     indices: list[int] = field(default_factory=list)
     copying: int = 0
     failed: set[int] = field(default_factory=set)
@@ -960,6 +1003,10 @@ class Gathered:
         self._first, self._host = first, block.cpu().numpy()
 
 
+def _most_rows(layout: KVLayout) -> int:
+    return max(1, _AT_ONCE_BYTES // layout.block_bytes)
+
+
 def _pinned(layout: KVLayout, device: torch.device) -> torch.Tensor:
-    shape = (max(1, _AT_ONCE_BYTES // layout.block_bytes), layout.block_bytes)
+    shape = (_most_rows(layout), layout.block_bytes)
     return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -33,9 +33,17 @@ from vllm.v1.request import RequestStatus
 import vllm
 from skymemory import __version__
 from skymemory.cache.blocks import BlockCache, Part, Parts
+from skymemory.engine.page_locked import LockedMemory
 from skymemory.engine.vllm import register
 from skymemory.engine.vllm.announcements import Announced, Announcements
-from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of, states_of
+from skymemory.engine.vllm.copier import (
+    STAGING_BYTES,
+    BlockCopier,
+    PartCopier,
+    copier_of,
+    device_of,
+    states_of,
+)
 from skymemory.engine.vllm.identity import EngineReport, Seeds, block_bytes_of, context_of, layout_of
 from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Shape, StepPlan, WorkerOutcome, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
@@ -44,6 +52,7 @@ from skymemory.engine.vllm.trial import check_interface, try_copier
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.metrics import SharedCounters
+from skymemory.store.base import InPlace
 from skymemory.store.redis import RedisStore
 from skymemory.testbed.open_store import open_store
 
@@ -242,23 +251,28 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Make a copier for each part of the model's caches, and try it on unused blocks."""
         assert self._worker is not None
         size = self._worker.shape.blocks_per_value
+        memory = None
+        if isinstance(self._store, InPlace):
+            (cache, *_) = kv_caches.values()
+            memory = LockedMemory(self._store, device_of(cache[0].device))
         copiers = []
         for part, expected_bytes in zip(self._parts_of_model, self._value_bytes, strict=True):
-            copier = PartCopier([self._copier_of(group, kv_caches, size) for group in part.groups])
+            copier = PartCopier([self._copier_of(group, kv_caches, size, memory) for group in part.groups])
             if (size_bytes := copier.block_bytes * size) != expected_bytes:
                 raise InvalidInput(f"values of {size_bytes} bytes in the registered caches, expected {expected_bytes}")
             tried = try_copier(copier, part.groups, size, self._block_count)
             _log.info("SkyMemory: %d blocks of groups %s were copied in and out: equal", tried, part.groups)
             copiers.append(copier)
-        self._worker.register(copiers)
+        self._worker.register(copiers, memory)
 
-    def _copier_of(self, group: int, kv_caches: dict[str, Any], size: int) -> BlockCopier:
+    def _copier_of(self, group: int, kv_caches: dict[str, Any], size: int, memory: LockedMemory | None) -> BlockCopier:
         named, blocks = self._groups[group], self._block_count
         layers = {name: kv_caches[name] for name in named.layer_names}
         if any(part.has_states and group in part.groups for part in self._parts_of_model):
             size_bytes = block_bytes_of(named.kv_cache_spec)
             layers = {name: states_of(name, cache, blocks, size_bytes) for name, cache in layers.items()}
-        return copier_of(layers, self._block_count, size, staging_bytes=STAGING_BYTES // len(self._groups))
+        staging_bytes = STAGING_BYTES // len(self._groups)
+        return copier_of(layers, self._block_count, size, staging_bytes=staging_bytes, memory=memory)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -4,21 +4,27 @@ A value is ``(layers, blocks, bytes of a block of a layer)``, packed, in vLLM's 
 
 On an accelerator calls only queue work, on three streams. A read gathers blocks on ``compute`` (the model's own) and
 copies them on ``out``. A write copies on ``in``, after the work that ``compute`` had when the load began: until then
-the blocks may belong to another request.
+the blocks may belong to another request. Values in the store's own memory, page-locked, are copied from there and to
+there; others pass through memory of the copier.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from skymemory.engine.page_locked import CpuPages, CudaPages, LockedMemory, PageLocker
 from skymemory.errors import InvalidInput
 
 STAGING_BYTES = 256 << 20
@@ -26,6 +32,8 @@ _PINNED_BYTES = 64 << 20
 _PINNED_VALUES = 256  # host memory pinned at once: each allocation takes milliseconds
 _READS = 64
 _WRITES = 4
+_COPY_THREADS = min(4, (os.cpu_count() or 1) // 2)  # one moves less than a bus does
+_COPY_PIECE_BYTES = 2 << 20
 Stream = Literal["compute", "out", "in"]
 
 
@@ -57,7 +65,8 @@ class BlockCopier(Protocol):
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
         """Copy into ``blocks``, once ``after`` is done, those of ``value``'s ``of`` blocks that follow the first
-        ``skipped``. ``value`` may change when this returns. Called by any thread.
+        ``skipped``. Keep ``value`` until the mark is done if it lies in the store's own memory; other memory may
+        change when this returns. Called by any thread.
         """
 
 
@@ -110,7 +119,7 @@ class CpuCopier:
         return Now()
 
 
-class Device(Protocol):
+class Device(PageLocker, Protocol):
     """Differences between a CPU and an accelerator."""
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
@@ -125,7 +134,7 @@ class Device(Protocol):
         """Return block numbers as a device tensor; called in ``work``."""
 
 
-class Host:
+class Host(CpuPages):
     """CPU: queued work is done at once."""
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
@@ -164,13 +173,13 @@ class _RecordedEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class Cuda:
+class Cuda(CudaPages):
     """CUDA device; ``compute`` is the calling thread's current stream."""
 
     def __init__(self, device: Any) -> None:
         import torch
 
-        self._device = device
+        super().__init__(device)
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
@@ -211,10 +220,19 @@ class _Slot:
 class TorchCopier:
     """Copier of blocks with any strides, on any device."""
 
-    def __init__(self, views: Sequence[Any], value_blocks: int, device: Device, staging_bytes: int) -> None:
-        """``views`` of ``(layers, blocks, ...)``; values have up to ``value_blocks``."""
+    def __init__(
+        self,
+        views: Sequence[Any],
+        value_blocks: int,
+        device: Device,
+        staging_bytes: int,
+        memory: LockedMemory | None = None,
+    ) -> None:
+        """``views`` of ``(layers, blocks, ...)``; values have up to ``value_blocks``; ``memory``: the store's own."""
         self._views = views
         self._device = device
+        self._memory = memory
+        self._copiers = ThreadPoolExecutor(max(1, _COPY_THREADS), "vllm copy")
         self._view_bytes = [view[0, 0].numel() * view.element_size() for view in views]
         self._layers: int = sum(len(view) for view in views)
         self._layer_bytes = int(self._view_bytes[0])
@@ -244,7 +262,7 @@ class TorchCopier:
 
         slot = self._reads[self._turn]
         self._turn = (self._turn + 1) % len(self._reads)
-        staged, host = slot.device[: len(out)], torch.frombuffer(out, dtype=torch.uint8)
+        staged = slot.device[: len(out)]
 
         def gather() -> None:
             with torch.inference_mode():  # vLLM may have made the caches in inference mode
@@ -253,34 +271,58 @@ class TorchCopier:
                     torch.index_select(view, 1, index, out=rows)
 
         gathered = self._device.give("compute", gather, slot.free)
-        slot.free = self._device.give("out", lambda: host.copy_(staged, non_blocking=True), gathered)
+        with self._locked_parts(out) as parts:
+            hosts = parts or [torch.frombuffer(out, dtype=torch.uint8)]
+            slot.free = self._device.give("out", lambda: _copy_all(hosts, _cut_like(staged, hosts)), gathered)
         return slot.free
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
         """Queue a copy of ``value``'s blocks, after the first ``skipped`` of ``of``, into ``blocks``."""
-        import torch
-
-        size_bytes = len(blocks) * self.block_bytes
         slot = self._writes.get()
         try:
             slot.free.wait()
-            rows = np.frombuffer(value, np.uint8).reshape(self._layers, of, self._layer_bytes)
-            assert slot.host is not None
-            host = slot.host[:size_bytes]
-            np.copyto(host.reshape(self._layers, len(blocks), -1), rows[:, skipped : skipped + len(blocks)])
-            staged = slot.device[:size_bytes]
-
-            def scatter() -> None:
-                with torch.inference_mode():
-                    staged.copy_(torch.from_numpy(host), non_blocking=True)
-                    index = self._device.index(blocks)
-                    for view, rows in self._parts(staged, len(blocks)):
-                        view.index_copy_(1, index, rows)
-
-            slot.free = self._device.give("in", scatter, after)
+            with self._locked_parts(value) as parts:
+                if parts:
+                    slot.free = self._scatter(slot.device[: len(value)], parts, blocks, skipped, of, after)
+                else:
+                    host = self._stage(slot, value, blocks, skipped, of)
+                    staged = slot.device[: len(host)]
+                    slot.free = self._scatter(staged, [host], blocks, 0, len(blocks), after)
             return slot.free
         finally:
             self._writes.put(slot)
+
+    def _locked_parts(self, value: memoryview) -> AbstractContextManager[list[Any]]:
+        return self._memory.parts(value) if self._memory is not None else nullcontext([])
+
+    def _stage(self, slot: _Slot, value: memoryview, blocks: Sequence[int], skipped: int, of: int) -> Any:
+        # Copy the blocks into the slot's host memory, a large value by several threads.
+        import torch
+
+        assert slot.host is not None
+        host = slot.host[: len(blocks) * self.block_bytes]
+        rows = np.frombuffer(value, np.uint8).reshape(self._layers, of, self._layer_bytes)
+        rows, target = rows[:, skipped : skipped + len(blocks)], host.reshape(self._layers, len(blocks), -1)
+        threads = min(_COPY_THREADS, len(host) // _COPY_PIECE_BYTES)
+        if threads < 2:
+            np.copyto(target, rows)
+        else:
+            list(self._copiers.map(np.copyto, np.array_split(target, threads), np.array_split(rows, threads)))
+        return torch.from_numpy(host)
+
+    def _scatter(
+        self, staged: Any, hosts: Sequence[Any], blocks: Sequence[int], skipped: int, of: int, after: Mark
+    ) -> Mark:
+        import torch
+
+        def scatter() -> None:
+            with torch.inference_mode():
+                _copy_all(_cut_like(staged, hosts), hosts)
+                index = self._device.index(blocks)
+                for view, rows in self._parts(staged, of):
+                    view.index_copy_(1, index, rows[:, skipped : skipped + len(blocks)])
+
+        return self._device.give("in", scatter, after)
 
     def _parts(self, staged: Any, blocks: int) -> list[tuple[Any, Any]]:
         # Return each view of the caches with its share of ``staged``, shaped alike.
@@ -314,7 +356,7 @@ class PartCopier:
             size_bytes = len(some) * group.block_bytes
             marks.append(group.read(some, out[at : at + size_bytes]))
             at += size_bytes
-        return marks[-1]  # a single stream has them in this order
+        return marks[-1]  # a device has one such stream, which has them in this order
 
     def write(self, blocks: Sequence[Sequence[int]], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
         marks, at = [], 0
@@ -331,8 +373,11 @@ def copier_of(
     value_blocks: int,
     *,
     staging_bytes: int = STAGING_BYTES,
+    memory: LockedMemory | None = None,
 ) -> BlockCopier:
-    """Return a copier for the tensors that vLLM registers, by layer name; values have up to ``value_blocks``."""
+    """Return a copier for the tensors that vLLM registers, by layer name; values have up to ``value_blocks``.
+    ``memory``: the store's own.
+    """
     import torch
 
     layers = [_by_block(name, caches[name], blocks) for name in sorted(caches, key=_natural)]
@@ -346,7 +391,7 @@ def copier_of(
     (device,) = devices
     if device.type == "cpu" and all(layer.is_contiguous() for layer in layers):
         return CpuCopier([layer.view(torch.uint8).reshape(blocks, -1).numpy() for layer in layers])
-    return TorchCopier(_stacked(layers), value_blocks, device_of(device), staging_bytes)
+    return TorchCopier(_stacked(layers), value_blocks, device_of(device), staging_bytes, memory)
 
 
 def states_of(name: str, cache: Any, blocks: int, size_bytes: int) -> Any:
@@ -368,6 +413,7 @@ def states_of(name: str, cache: Any, blocks: int, size_bytes: int) -> Any:
     return row.set_(states[0].untyped_storage(), start, (blocks, size_bytes), (stride, 1))
 
 
+@functools.cache
 def device_of(device: Any) -> Device:
     if device.type == "cpu":
         return Host()
@@ -419,6 +465,19 @@ def _stacked(layers: Sequence[Any]) -> list[Any]:
     if step <= 0 or not alike:
         return [layer.unsqueeze(0) for layer in layers]
     return [first.as_strided((len(layers), *first.shape), (step, *first.stride()), places[0])]
+
+
+def _cut_like(staged: Any, hosts: Sequence[Any]) -> Sequence[Any]:
+    parts: Sequence[Any] = staged.split([len(host) for host in hosts])
+    return parts
+
+
+def _copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    import torch
+
+    with torch.inference_mode():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
 
 def _nothing() -> None:

@@ -174,6 +174,7 @@ COUNTS = {
     "waits_given_up": "Of these, those that ended without all values since no more came",
     "cake_tokens": "Tokens that were loaded from the back while the front was computed",
     "saved_values": "Values stored",
+    "saved_in_place": "Of these, those that were copied out straight into the store's memory",
     "saved_bytes": "Bytes of values stored",
     "saving_us": "Microseconds that storing took",
     "present_values": "Values not stored since the store had them",

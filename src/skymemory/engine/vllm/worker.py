@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from skymemory.cache.blocks import TIER_FAILURES, LoadTally, Parts, PhaseClock
 from skymemory.cache.patience import Latencies, patience_while_computing_s
 from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
+from skymemory.engine.page_locked import LockedMemory
 from skymemory.engine.vllm.copier import Mark, Now, PartCopier
 from skymemory.engine.vllm.plan import (
     Loaded,
@@ -28,12 +29,13 @@ from skymemory.engine.vllm.plan import (
     WorkerOutcome,
     rank_key,
 )
+from skymemory.engine.vllm.rooms import VALUES_TOGETHER, Room, RoomReserver
 from skymemory.engine.vllm.waiting import NOT_YET, DelayedCalls, PollInterval
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.pacing import ByteBudget
 from skymemory.reasons import Miss
-from skymemory.store.base import Presence
+from skymemory.store.base import Presence, StoreTicket
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ _UNKNOWN_BYTES_PER_S = 1e6  # time and rate that give up a load while the comput
 _IDLE_S = 0.002  # wait of a step without computing for a load: else vLLM would spin, and slow the loads
 _IDLE_SAVING_S = 0.005  # wait of such a step for saves and waiting loads, as a new request waits for it
 _READ_BACK = 4
-_SAVED_AT_ONCE = 16
 _WAITING = 1 << 16
+_MOST_WRITING = 8  # writes of a load that are kept without a look whether they are done
 
 
 class _Closed(RuntimeError):
@@ -74,7 +76,8 @@ class _Job:
         self._after = after
         self._size = blocks_per_value
         self.began_s, self.due_s = began_s, due_s
-        self._writing: dict[int, Mark] = {}
+        self._writing: dict[int, tuple[Mark, memoryview]] = {}
+        """Mark of each write that may not be done, and its value, which the device may still read."""
         self._lock = threading.Lock()
         self._closed = False
         self.placed = 0
@@ -93,7 +96,13 @@ class _Job:
         skipped, blocks = piece.places(at, self._size)
         if any(blocks):
             copier = self._copiers[piece.part]
-            self._writing[index] = copier.write(blocks, block, skipped, self._size, self._after)
+            if len(self._writing) > _MOST_WRITING:
+                self._forget_written()
+            self._writing[index] = copier.write(blocks, block, skipped, self._size, self._after), block
+
+    def _forget_written(self) -> None:
+        for index in [index for index, (mark, _) in self._writing.items() if mark.done()]:
+            del self._writing[index]
 
     def close(self) -> None:
         """Close the job; on return nothing is written any more."""
@@ -103,9 +112,11 @@ class _Job:
 
     def settle(self) -> None:
         with self._lock:
-            writing = list(self._writing.values())
+            writing = [mark for mark, _ in self._writing.values()]
         for mark in writing:
             mark.wait()
+        with self._lock:
+            self._forget_written()
 
     @property
     def lost(self) -> int:
@@ -178,7 +189,7 @@ class _BackwardJob(_Job):
         """Keep off the blocks before ``block``, which the model computes next; wait for writes to them."""
         with self._lock:
             self._fence = block
-            writing = [mark for index, mark in self._writing.items() if self.first_block(index) < block]
+            writing = [mark for index, (mark, _) in self._writing.items() if self.first_block(index) < block]
         for mark in writing:
             mark.wait()
 
@@ -199,8 +210,10 @@ class _BackwardJob(_Job):
 
     def on_value(self, index: int, reason: Miss | None, size_bytes: int) -> None:
         """Record a placed value, or the reason why not; waits until its blocks are written."""
-        if (mark := self._writing.get(index)) is not None:
-            mark.wait()
+        with self._lock:
+            writing = self._writing.get(index)
+        if writing is not None:
+            writing[0].wait()
         with self._lock:
             self._writing.pop(index, None)
             if reason:
@@ -247,6 +260,7 @@ class WorkerSide:
         self._rank = rank
         self._clock = clock
         self._copiers: Sequence[PartCopier] = ()
+        self._memory: LockedMemory | None = None
         self._loaders = TierWorkers("vllm load", _THREADS, _WAITING)
         self._waiters = DelayedCalls("vllm wait", _WAITING_THREADS, _WAITING)
         self._waited_values = 0
@@ -263,8 +277,12 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._finished: set[str] = set()
 
-    def register(self, copiers: Sequence[PartCopier]) -> None:
+    def register(self, copiers: Sequence[PartCopier], memory: LockedMemory | None = None) -> None:
+        """``memory``: of the store, if its values can be written where they stay."""
         self._copiers = copiers
+        self._memory = memory
+        if memory is not None:
+            self._saver.use_rooms(memory)
 
     # --- one step ---
 
@@ -283,6 +301,7 @@ class WorkerSide:
         for request, fence in plan.fences.items():
             if (job := self._backward.get(request)) is not None:
                 job.raise_fence(fence)
+        self._saver.reserve(plan.saves, self._rank)
         for load in plan.loads:
             if load.backward:
                 self._start_backward(load, plan.fences.get(load.request, 0))
@@ -294,8 +313,7 @@ class WorkerSide:
     def end(self) -> None:
         """Copy out completed values after the forward pass, which is done or queued."""
         plan, self._plan = self._plan, StepPlan()
-        for save in plan.saves:
-            self._saver.save(save, self._copiers[save.part], rank_key(save.key, self._rank))
+        self._saver.save(plan.saves, self._copiers, self._rank)
         if plan.tokens:
             self._timed.append((plan.tokens, self._began, self._copiers[0].mark()))
         while self._timed and self._timed[0][2].done():
@@ -343,6 +361,8 @@ class WorkerSide:
         self._loaders.close()
         self._waiters.close()
         self._saver.close(drain_s)
+        if self._memory is not None:
+            self._memory.close()
 
     # --- loads ---
 
@@ -543,6 +563,11 @@ class _Waiting:
     value: memoryview
     copied: Mark
     part: int
+    room: Room | None = None
+
+    @property
+    def ticket(self) -> StoreTicket | None:
+        return self.room.ticket if self.room is not None else None
 
 
 class Saver:
@@ -553,6 +578,10 @@ class Saver:
         self._value_bytes = [PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts]
         # Buffers by part, for reuse: the first touch of memory is ten times slower.
         self._free: list[list[memoryview]] = [[] for _ in parts.parts]
+        self._memory: LockedMemory | None = None
+        self._rooms: RoomReserver | None = None
+        # Rooms of failed copies, which the device may still write.
+        self._lost_rooms: list[Room] = []
         self._waiting: deque[_Waiting] = deque()
         # Number of values not stored yet.
         self._held = 0
@@ -567,19 +596,46 @@ class Saver:
         self._reads_back = True
         self._thread: threading.Thread | None = None
 
-    def save(self, save: Save, copier: PartCopier, key: bytes) -> None:
-        """Copy the value out and queue it; without room it is dropped and counted."""
+    def use_rooms(self, memory: LockedMemory) -> None:
+        self._memory, self._rooms = memory, RoomReserver(self._parts.first.store)
+
+    def reserve(self, saves: Sequence[Save], rank: int) -> None:
+        """Begin to reserve room for this step's values."""
+        if self._rooms is not None and self._memory is not None and saves and self._memory.is_whole:
+            sizes = [(rank_key(save.key, rank), self._value_bytes[save.part]) for save in saves]
+            self._rooms.reserve(sizes, [Place(save.depth, save.parent) for save in saves])
+
+    def save(self, saves: Sequence[Save], copiers: Sequence[PartCopier], rank: int) -> None:
+        """Copy the values out, into room of the store or a buffer, and queue them; beyond the limit they are dropped
+        and counted.
+        """
+        rooms = self._rooms.take() if self._rooms is not None and saves else {}
+        in_rooms = []
+        for save in saves:
+            key = rank_key(save.key, rank)
+            waiting = self._copy_out(save, copiers[save.part], key, rooms.get(key))
+            if waiting is not None and waiting.room is not None:
+                del rooms[key]
+                in_rooms.append(waiting)
+            elif waiting is not None:
+                self._queue([waiting])
+        if self._rooms is not None:
+            self._rooms.give_back(rooms.values(), [waiting.room.ticket for waiting in in_rooms if waiting.room])
+        if in_rooms:
+            self._queue(in_rooms)
+
+    def _copy_out(self, save: Save, copier: PartCopier, key: bytes, room: Room | None) -> _Waiting | None:
         size_bytes, free = self._value_bytes[save.part], self._free[save.part]
         with self._changed:
             if self._stopping or not self._held_bytes.has_room(size_bytes):
                 self._counts["dropped_values"] += 1
                 self._unsaved.append(save.key)
-                return
+                return None
             self._held += 1
             self._held_bytes.change(size_bytes)
-            if not free:
+            if room is None and not free:
                 free += copier.buffers(size_bytes)
-            value = free.pop()
+            value = free.pop() if room is None else room.value
         try:
             copied = copier.read(save.blocks, value[PAYLOAD_AT:])
         except Exception:  # the model's step goes on
@@ -587,12 +643,18 @@ class Saver:
             with self._changed:
                 self._held -= 1
                 self._held_bytes.change(-size_bytes)
-                free.append(value)
+                if room is None:
+                    free.append(value)
+                else:
+                    self._lost_rooms.append(room)
                 self._counts["refused_values"] += 1
                 self._unsaved.append(save.key)
-            return
+            return None
+        return _Waiting(save.key, key, Place(save.depth, save.parent), value, copied, save.part, room)
+
+    def _queue(self, copied: Sequence[_Waiting]) -> None:
         with self._changed:
-            self._waiting.append(_Waiting(save.key, key, Place(save.depth, save.parent), value, copied, save.part))
+            self._waiting += copied
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
                 self._thread.start()
@@ -619,10 +681,15 @@ class Saver:
         if thread is not None:
             thread.join(drain_s)
         with self._changed:
-            unsaved_count = len(self._waiting)
+            unsaved = list(self._waiting)
             self._waiting.clear()
-        if unsaved_count:
-            _log.warning("%d values were not saved: the store took longer than %g s", unsaved_count, drain_s)
+        if unsaved:
+            _log.warning("%d values were not saved: the store took longer than %g s", len(unsaved), drain_s)
+        for waiting in unsaved:
+            if waiting.room is not None:
+                waiting.copied.wait()  # the device writes there until then
+        if self._rooms is not None:
+            self._rooms.close()
 
     def _run(self) -> None:
         while True:
@@ -630,38 +697,54 @@ class Saver:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
                 if not self._waiting:
                     return
-                batch = [self._waiting.popleft() for _ in range(min(_SAVED_AT_ONCE, len(self._waiting)))]
-            counts, saved, unsaved = Counter[str](), list[bytes](), [waiting.save_key for waiting in batch]
-            try:
-                for waiting in batch:
-                    waiting.copied.wait()
-                counts, saved, unsaved = self._store(batch)
-            except TIER_FAILURES as error:
-                counts["refused_values"] += len(batch)
-                _log.warning("%d values could not be saved: %s", len(batch), error)
-            except Exception:
-                counts["refused_values"] += len(batch)
-                _log.exception("%d values could not be saved by a fault of the connector", len(batch))
-            with self._changed:
-                self._held -= len(batch)
-                for waiting in batch:
-                    self._held_bytes.change(-self._value_bytes[waiting.part])
-                    self._free[waiting.part].append(waiting.value)
-                self._counts.update(counts)
-                self._saved += saved
-                self._unsaved += unsaved
-                self._changed.notify_all()
+                ticket = self._waiting[0].ticket
+                batch = [self._waiting.popleft()]
+                while self._waiting and self._waiting[0].ticket is ticket and len(batch) < VALUES_TOGETHER:
+                    batch.append(self._waiting.popleft())
+            self._store_batch(batch, ticket)
+            del batch, ticket
 
-    def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes], list[bytes]]:
+    def _store_batch(self, batch: list[_Waiting], ticket: StoreTicket | None) -> None:
+        counts, saved, unsaved = Counter[str](), list[bytes](), [waiting.save_key for waiting in batch]
+        try:
+            for waiting in batch:
+                waiting.copied.wait()
+            counts, saved, unsaved = self._store(batch, ticket)
+        except TIER_FAILURES as error:
+            counts["refused_values"] += len(batch)
+            _log.warning("%d values could not be saved: %s", len(batch), error)
+        except Exception:
+            counts["refused_values"] += len(batch)
+            _log.exception("%d values could not be saved by a fault of the connector", len(batch))
+        with self._changed:
+            self._held -= len(batch)
+            for waiting in batch:
+                self._held_bytes.change(-self._value_bytes[waiting.part])
+                if waiting.room is None:
+                    self._free[waiting.part].append(waiting.value)
+            self._counts.update(counts)
+            self._saved += saved
+            self._unsaved += unsaved
+            self._changed.notify_all()
+
+    def _store(
+        self, batch: list[_Waiting], ticket: StoreTicket | None
+    ) -> tuple[Counter[str], list[bytes], list[bytes]]:
         """Store what the store lacks; return counts, the keys that it has now, and the keys that it did not take."""
         started_s = time.perf_counter()
-        blocks = self._parts.first
-        presence = blocks.store.lookup([waiting.key for waiting in batch])
-        missing = [waiting for waiting, present in zip(batch, presence, strict=True) if present is Presence.MISS]
+        blocks, presence, missing = self._parts.first, [Presence.MISS] * len(batch), batch
+        if ticket is None:  # room is reserved only for what is missing
+            presence = blocks.store.lookup([waiting.key for waiting in batch])
+            missing = [waiting for waiting, present in zip(batch, presence, strict=True) if present is Presence.MISS]
         for waiting in missing:
             layout = self._parts.parts[waiting.part].blocks.layout
             waiting.value[:PAYLOAD_AT] = block_header(waiting.key, layout, 0, waiting.value[PAYLOAD_AT:])
-        done = blocks.put([(waiting.key, waiting.value) for waiting in missing], [waiting.place for waiting in missing])
+        if ticket is None:
+            items = [(waiting.key, waiting.value) for waiting in missing]
+            done = blocks.put(items, [waiting.place for waiting in missing])
+        else:
+            committed = blocks.store.complete_store(ticket)
+            done = [committed[waiting.room.at] for waiting in missing if waiting.room is not None]
         took_s = time.perf_counter() - started_s
         stored = [waiting for waiting, ok in zip(missing, done, strict=True) if ok]
         if self._reads_back and stored and not self._stopping:
@@ -669,6 +752,7 @@ class Saver:
             self._load(stored[:_READ_BACK])
         counts = Counter(
             saved_values=len(stored),
+            saved_in_place=0 if ticket is None else len(stored),
             present_values=len(batch) - len(missing),
             refused_values=len(missing) - len(stored),
             saved_bytes=sum(len(waiting.value) for waiting in stored),

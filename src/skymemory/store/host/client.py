@@ -61,6 +61,7 @@ class Mapping:
     number: int
     reader: native.HostReader
     values_bytes: int
+    memory: memoryview
 
 
 @dataclass(slots=True)
@@ -175,7 +176,7 @@ class HostStore(RemoteStore):
         if values_bytes_of(directory) != values_bytes or instance_of(directory) != instance:
             raise OSError("the arena has just been replaced")
         reader = reader_of(directory, values, self._folder / "pages" / f"{number}")
-        mapping = Mapping(instance, number, reader, values_bytes)
+        mapping = Mapping(instance, number, reader, values_bytes, memoryview(values))
         self._populating = threading.Thread(target=self._populate, args=(mapping,), name="host-map", daemon=True)
         self._populating.start()
         return mapping
@@ -458,7 +459,7 @@ class HostStore(RemoteStore):
         unanswered = set(range(len(done)))
         for part in state.parts:
             values = [ticket.items[at][1] for at in part.items]
-            crcs = [
+            crcs = _crcs_of_rooms([ticket.rooms[at] for at in part.items] if ticket.rooms else ()) or [
                 None
                 if offset is None or size_of(value) != size
                 else state.mapping.reader.write(offset, value, part.grant)
@@ -471,6 +472,7 @@ class HostStore(RemoteStore):
             for at, verdict in zip(part.items, messages.unpack_verdicts(answer), strict=True):
                 done[at] = verdict is True
         ticket.unanswered = frozenset(ticket.items[at][0] for at in unanswered)
+        ticket.rooms = []
         self._counters.add("stored", done.count(True))
         self._counters.add("refused", done.count(False))
         ticket.seconds = self._clock() - started_s
@@ -486,6 +488,26 @@ class HostStore(RemoteStore):
         return self._ask_one_below(
             messages.pack_put(mapping.number, part.number, crcs), time.monotonic() + self._fetch_s
         )
+
+    # --- writing in place ---
+
+    @property
+    def memory(self) -> memoryview:
+        return self._mapping.memory
+
+    def prepare_rooms(self, sizes: Sequence[tuple[bytes, int]], places: Places = ()) -> StoreTicket:
+        for _, size in sizes:
+            self._check_size(size)
+        memory = self._follow_owner().memory
+        ticket, now_s = self._store_ticket([(key, memory[:size]) for key, size in sizes], places)
+        ticket.state = state = self._reserve(ticket)
+        ticket.rooms = [None] * len(sizes)
+        for part in state.parts:
+            for at, offset, size in zip(part.items, part.offsets, part.sizes, strict=True):
+                room = None if offset is None else state.mapping.reader.room(offset, size, part.grant)
+                ticket.rooms[at] = None if room is None else memoryview(room)
+        self._stores.add(ticket, now_s)
+        return ticket
 
     # --- other calls ---
 
@@ -570,6 +592,10 @@ class HostStore(RemoteStore):
             self._stores.clear()
             self._mapped = None  # unmapped with the last view
         self._populating.join(_POPULATE_END_S)
+
+
+def _crcs_of_rooms(rooms: Sequence[memoryview | None]) -> list[int | None]:
+    return [room.obj.crc() if room is not None and isinstance(room.obj, native.HostRoom) else None for room in rooms]
 
 
 def _opened(answer: bytes) -> memoryview:

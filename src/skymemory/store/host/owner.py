@@ -754,9 +754,7 @@ class ArenaStore(BudgetedStore):
     def _end_reservation(self, client: Client, number: int) -> None:
         reservation = client.reservations.pop(number)
         self._inventory.end_store(reservation.ticket)
-        for extent in reservation.extents:
-            if extent is not None:
-                self._free.free(extent.offset, rounded(extent.size_bytes))
+        self._free_extents([extent for extent in reservation.extents if extent is not None])
 
     # --- other calls ---
 
