@@ -444,3 +444,14 @@ def test_others_see_a_value_in_a_slot_soon_though_its_owner_slept(folder: Path) 
             time.sleep(0.1)  # it sleeps again
             client.put_many([(key(number), b"x" * 1_000)])
             in_time(lambda number=number: other.get_many([key(number)]) == [b"x" * 1_000], 0.5)  # type: ignore[misc]
+
+
+def test_what_a_client_reads_is_not_evicted_for_a_leases_time(owner: ServedArena) -> None:
+    with HostStore(owner.folder) as client:
+        owner.put_many([(key(1), value(1, 100_000))])
+        (view,) = client.get_many([key(1)])
+        flood(owner)
+        assert owner.lookup([key(1)])[0].name == "HIT" and owner.stats()["quarantined_bytes"] == 0
+        del view
+        flood(owner)
+        assert owner.lookup([key(1)])[0].name == "MISS"
