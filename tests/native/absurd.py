@@ -412,7 +412,7 @@ class Scene:
 
         def room() -> tuple[Call, Arguments]:
             reader = fast.HostReader(*plain["HostReader"]())
-            return reader.room(4096, 20_000, reader.grant).crc, ()
+            return reader.room(4096, 20_000, reader.grant).crc, (None,)
 
         makes["HostView.is_sound"] = view
         makes["HostRoom.crc"] = room

@@ -92,8 +92,8 @@ class HostView:
 class HostRoom:
     """Writable buffer of room in the arena, which no other process is given while this object lives."""
 
-    def crc(self) -> int | None:
-        """Return the CRC-32 of the bytes; None if the room has become void."""
+    def crc(self, known: int | None) -> int | None:
+        """Return the CRC-32 of the bytes, unless it is known; None if the room has become void."""
         raise NotImplementedError
 
     def __buffer__(self, flags: int) -> memoryview:

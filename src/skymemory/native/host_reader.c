@@ -127,23 +127,27 @@ static int get_writable_buffer(PyObject *object, Py_buffer *buffer, int flags)
     return PyBuffer_FillInfo(buffer, object, (char *)self->reader->values.buf + self->offset, self->size, 0, flags);
 }
 
-static PyObject *get_room_crc(PyObject *object, PyObject *none)
+static PyObject *get_room_crc(PyObject *object, PyObject *known)
 {
     View *self = (View *)object;
     Reader *reader = self->reader;
-    uint32_t crc = 0;
-    if (reader->process == getpid()) {
+    unsigned long long crc = 0;
+    if (known != Py_None) {
+        crc = PyLong_AsUnsignedLongLong(known);
+        if (PyErr_Occurred())
+            return NULL;
+    } else if (reader->process == getpid()) {
         Py_BEGIN_ALLOW_THREADS
         crc = sky_crc32(0, (const uint8_t *)reader->values.buf + self->offset, (size_t)self->size);
         Py_END_ALLOW_THREADS
-        if (grant(reader) == self->check)
-            return PyLong_FromUnsignedLong(crc);
     }
+    if (reader->process == getpid() && grant(reader) == self->check)
+        return PyLong_FromUnsignedLongLong(crc);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef room_methods[] = {
-    {"crc", get_room_crc, METH_NOARGS, "crc() -> CRC-32 or None"},
+    {"crc", get_room_crc, METH_O, "crc(known) -> CRC-32 or None"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -122,6 +122,8 @@ class StoreTicket:
     """Reason in words if some items are not stored; empty if unknown."""
     rooms: list[memoryview | None] = field(default_factory=list, repr=False)
     """Room of each item of ``InPlace.prepare_rooms``; the caller sets to None what it leaves unwritten."""
+    crcs: dict[int, int] = field(default_factory=dict, repr=False)
+    """CRC-32 of the value in each room, by position, where the caller knows it."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)

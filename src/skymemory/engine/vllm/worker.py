@@ -32,7 +32,7 @@ from skymemory.engine.vllm.plan import (
 from skymemory.engine.vllm.rooms import VALUES_TOGETHER, Room, RoomReserver
 from skymemory.engine.vllm.waiting import NOT_YET, DelayedCalls, PollInterval
 from skymemory.kv.block import Place
-from skymemory.kv.value import PAYLOAD_AT, block_header
+from skymemory.kv.value import PAYLOAD_AT, block_header, crc_by_header
 from skymemory.pacing import ByteBudget
 from skymemory.reasons import Miss
 from skymemory.store.base import Presence, StoreTicket
@@ -739,6 +739,8 @@ class Saver:
         for waiting in missing:
             layout = self._parts.parts[waiting.part].blocks.layout
             waiting.value[:PAYLOAD_AT] = block_header(waiting.key, layout, 0, waiting.value[PAYLOAD_AT:])
+            if waiting.room is not None and (crc := crc_by_header(waiting.key, waiting.value)) is not None:
+                waiting.room.ticket.crcs[waiting.room.at] = crc  # the payload is long: it is read once
         if ticket is None:
             items = [(waiting.key, waiting.value) for waiting in missing]
             done = blocks.put(items, [waiting.place for waiting in missing])

@@ -459,12 +459,16 @@ class HostStore(RemoteStore):
         unanswered = set(range(len(done)))
         for part in state.parts:
             values = [ticket.items[at][1] for at in part.items]
-            crcs = _crcs_of_rooms([ticket.rooms[at] for at in part.items] if ticket.rooms else ()) or [
-                None
-                if offset is None or size_of(value) != size
-                else state.mapping.reader.write(offset, value, part.grant)
-                for offset, size, value in zip(part.offsets, part.sizes, values, strict=True)
-            ]
+            crcs = (
+                [_crc_of_room(ticket, at) for at in part.items]
+                if ticket.rooms
+                else [
+                    None
+                    if offset is None or size_of(value) != size
+                    else state.mapping.reader.write(offset, value, part.grant)
+                    for offset, size, value in zip(part.offsets, part.sizes, values, strict=True)
+                ]
+            )
             answer = self._commit(state.mapping, part, crcs)
             if answer is None:
                 break
@@ -594,8 +598,9 @@ class HostStore(RemoteStore):
         self._populating.join(_POPULATE_END_S)
 
 
-def _crcs_of_rooms(rooms: Sequence[memoryview | None]) -> list[int | None]:
-    return [room.obj.crc() if room is not None and isinstance(room.obj, native.HostRoom) else None for room in rooms]
+def _crc_of_room(ticket: StoreTicket, at: int) -> int | None:
+    room = ticket.rooms[at]
+    return room.obj.crc(ticket.crcs.get(at)) if room is not None and isinstance(room.obj, native.HostRoom) else None
 
 
 def _opened(answer: bytes) -> memoryview:
