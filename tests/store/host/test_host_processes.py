@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.contract.store_contract import key, value
 from tests.soak.host import HostSoak
 
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.reasons import Miss
 from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
 from skymemory.store.host.owner import ArenaStore
@@ -30,6 +32,7 @@ BUDGET_BYTES = 4 << 20
 _CLIENT = """
 import sys, time
 from pathlib import Path
+from skymemory.reasons import Miss
 from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
 store = HostStore(Path(sys.argv[1]))
@@ -455,3 +458,15 @@ def test_what_a_client_reads_is_not_evicted_for_a_leases_time(owner: ServedArena
         del view
         flood(owner)
         assert owner.lookup([key(1)])[0].name == "MISS"
+
+
+def test_a_client_checks_what_the_owner_has_not_checked_yet(owner: ServedArena) -> None:
+    with HostStore(owner.folder) as client:
+        owner.end_sharing()
+        for number, crc in ((1, 12345), (2, zlib.crc32(bytes(1_000)))):
+            writer = owner.connect()
+            reserved, (offset,) = owner.reserve(writer, [(key(number), 1_000)], [None])
+            assert offset is not None and owner.commit(writer, reserved, [crc]) == [True]
+        ticket = client.prepare_load([key(1), key(2)])
+        assert client.complete_load(ticket)[0] is None and ticket.report is not None
+        assert ticket.report.keys[0].reason is Miss.CORRUPT
