@@ -53,9 +53,7 @@ def test_a_store_that_is_not_there(model: Any, tokenizer: Any, document: str) ->
             assert "unreachable" in wrong(examine(model, tokenizer, store, document, block_tokens=BLOCK))
 
 
-def test_a_host_arena_that_is_too_small_for_a_block(
-    model: Any, tokenizer: Any, document: str, tmp_path: Path
-) -> None:
+def test_a_host_arena_that_is_too_small_for_a_block(model: Any, tokenizer: Any, document: str, tmp_path: Path) -> None:
     for size_bytes, words in ((10_000, "does not fit"), (2 * 12_800, "refused 1 of 3 blocks")):
         with ServedArena(tmp_path, size_bytes), open_store(f"host://{tmp_path}") as store:
             assert words in wrong(examine(model, tokenizer, store, document, block_tokens=BLOCK))

@@ -206,9 +206,7 @@ def test_a_damaged_value_is_a_miss_and_is_stored_again(engine: tuple[Side, Side,
     assert found["loaded"] == [True] * COUNT and all(found["equal"])
 
 
-def test_what_has_left_shared_memory_comes_from_disk(
-    engine: tuple[Side, Side, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_what_has_left_shared_memory_comes_from_disk(engine: tuple[Side, Side, dict[str, Any]], tmp_path: Path) -> None:
     one, other, about = engine
     with daemon(STORES["host and disk"], tmp_path) as address:
         one.ask("store", address, **about)
