@@ -52,5 +52,5 @@ def test_too_little_shared_memory_is_said_with_what_to_do(tmp_path: Path, monkey
     with pytest.raises(InvalidInput, match=r"64.0 MiB of shared memory are free.*--shm-size.*host://256MiB\?at="):
         shared_memory(tmp_path).__enter__()
     monkeypatch.undo()
-    with pytest.raises(InvalidInput, match="No such file.*or give --store"):
+    with pytest.raises(InvalidInput, match=r"No such file.*or give --store"):
         shared_memory(tmp_path / "nowhere").__enter__()

@@ -168,8 +168,8 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[str]:
     if size_bytes < _LEAST_SHARED_BYTES:
         raise InvalidInput(
             f"{folder}: {format_size(free_bytes)} of shared memory are free; vLLM for the CPU wants "
-            f"{format_size(_VLLM_SHARED_BYTES)} and the demo's store {format_size(_LEAST_SHARED_BYTES * 4 // 3)}: raise "
-            f"its size (docker: --shm-size 1g, or --ipc=host), {_OTHER_STORES}"
+            f"{format_size(_VLLM_SHARED_BYTES)} and the demo's store {format_size(_LEAST_SHARED_BYTES * 4 // 3)}: "
+            f"raise its size (docker: --shm-size 1g, or --ipc=host), {_OTHER_STORES}"
         )
     with tempfile.TemporaryDirectory(prefix="skymemory-demo-", dir=folder) as made:
         yield f"host://{size_bytes >> 20}MiB?at={made}"
