@@ -73,7 +73,7 @@ demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane die
 demo-route: $(VENV)/.installed ## four engines behind the router, strategy by strategy, in at most 90 s (ARGS=--quick: 45 s)
 	@$(BIN)/skymemory demo route $(ARGS)
 
-demo-vllm: $(VENV)/.installed $(VLLM)/.installed ## two vLLM servers that share a constellation, by the openai client (two to four minutes)
+demo-vllm: $(VENV)/.installed $(VLLM)/.installed ## two vLLM servers that share memory, beside a plain one, by the openai client (two to four minutes)
 	@$(BIN)/skymemory demo vllm $(ARGS)
 
 # Without vLLM's environment it runs the project's own engine.

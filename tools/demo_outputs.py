@@ -40,6 +40,7 @@ DEMOS = {
     "motion": Shown(("motion",), "flown", "done;"),
     "route": Shown(("route",), "strategy ", "every request"),
     "conductor": Shown(("conductor", "--no-play"), "scheduler ", "took "),
+    "vllm": Shown(("vllm",), "server ", "took "),
     "cells": Shown(("cells",), "the cache  ", "took "),
 }
 

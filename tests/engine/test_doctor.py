@@ -26,6 +26,7 @@ from skymemory.engine.transformers.models import (  # noqa: E402
     build_small,
     train_tokenizer,
 )
+from skymemory.store.host.server import ServedArena  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -50,6 +51,25 @@ def test_a_store_that_is_not_there(model: Any, tokenizer: Any, document: str) ->
     for address in ("redis://127.0.0.1:9", "tiers:?tier=redis://127.0.0.1:9&tier=redis://127.0.0.1:10%3Fname=b"):
         with open_store(address) as store:
             assert "unreachable" in wrong(examine(model, tokenizer, store, document, block_tokens=BLOCK))
+
+
+def test_a_host_arena_that_is_too_small_for_a_block(model: Any, tokenizer: Any, document: str, tmp_path: Path) -> None:
+    for size_bytes, words in ((10_000, "does not fit"), (2 * 12_800, "refused 1 of 3 blocks")):
+        with ServedArena(tmp_path, size_bytes), open_store(f"host://{tmp_path}") as store:
+            assert words in wrong(examine(model, tokenizer, store, document, block_tokens=BLOCK))
+
+
+@pytest.mark.parametrize("command", ["doctor --store", "vllm-args model --store"])
+def test_a_host_arena_without_an_owner_or_of_another_release(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*command.split(), f"host://{tmp_path}"]
+    assert main(words) == 1
+    assert "no owner answers" in (said := capsys.readouterr().err) and "skymemory store serve host://SIZE" in said
+    with ServedArena(tmp_path, 1 << 20):
+        monkeypatch.setattr("skymemory.store.host.client.VERSION", 999)
+        assert main(words) == 2
+    assert "use one release for both" in capsys.readouterr().err
 
 
 def test_a_store_that_is_too_small(model: Any, tokenizer: Any, document: str) -> None:

@@ -7,14 +7,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skymemory.cache.patience import ending_within, recompute_cost
 from skymemory.engine.plugin import PluginSettings, PluginStore, _framed, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
+from skymemory.kv.value import PAYLOAD_AT
 from skymemory.store.base import LoadTicket, Presence, StoreTicket
+from skymemory.store.host.client import HostStore
+from skymemory.store.host.server import ServedArena
 from skymemory.store.memory import MemoryStore
 
 CONTEXT = CacheContext("m", "w", "t", "float32", "l", adapter="a", block_tokens=16)
@@ -280,6 +285,9 @@ def test_wrong_settings_are_refused(table: object, words: str) -> None:
         ("disk:///d?budget=1GiB", False),
         ("tiers:?tier=memory&tier=disk:///d?budget=1GiB", False),
         ("tiers:?tier=memory&tier=unix:///s&promote=never", True),
+        ("host://1GiB", False),
+        ("tiers:?tier=host://1GiB&tier=redis://localhost", False),
+        ("host:", True),
         ("unix:///s", True),
         ("redis://localhost", True),
         ("constellation", True),
@@ -293,6 +301,39 @@ def test_a_store_of_one_process_is_refused_where_several_would_share_it(address:
     else:
         with pytest.raises(InvalidInput, match="skymemory store serve"):
             PluginSettings.read(table, "here", 2)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("host://1GiB", "serve 'host://1GiB'`, and give host:"),
+        ("tiers:?tier=host://1GiB%3Fat=/shm/sky&tier=redis://localhost", "and give host:///shm/sky"),
+        ("memory://1GiB", "--listen unix:///run/sky.sock`, and give unix:///run/sky.sock"),
+    ],
+)
+def test_the_error_names_the_address_of_the_daemon(address: str, words: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        PluginSettings.read({"store": address, "weights": "1"}, "here", 2)
+    assert str(raised.value).endswith(words)
+
+
+def test_values_in_shared_memory_are_copied_from_where_they_lie_and_let_go(tmp_path: Path) -> None:
+    def address(view: memoryview) -> int:
+        return np.frombuffer(view, np.uint8).ctypes.data
+
+    with ServedArena(tmp_path, 1 << 20), HostStore(tmp_path) as client:
+        shared = PluginStore(SETTINGS, CONTEXT, 1000, client)
+        assert shared.save(NAMES, pieces).done == [True] * 5
+        found: list[int] = []
+
+        def place(at: int, value: memoryview) -> bool:
+            found.append(address(value))
+            return bytes(value) == data(at)
+
+        assert shared.load(NAMES, place) == [True] * 5
+        assert client.stats()["held_values"] == 0
+        views = client.get_many([shared.key(name) for name in NAMES])
+        assert found == [address(view[PAYLOAD_AT:]) for view in views if view is not None]
 
 
 def test_the_counters_are_logged_by_the_minute_and_at_the_end(

@@ -90,9 +90,18 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.01)
         said["held"] = sum(memory.get_ref_count() for memory in memories)
     elif asked["do"] == "give up":
-        given_up = [asyncio.run_coroutine_threadsafe(connector.batched_get(keys), loop) for _ in range(20)]
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # all have begun
-        said["cancelled"] = sum(one.cancel() for one in given_up)
+
+        async def give_up() -> list[Any]:
+            """Cancelled in the loop: what ends while another thread cancels it would be lost."""
+            begun = [loop.create_task(connector.batched_get(keys)) for _ in range(20)]
+            await asyncio.sleep(0)
+            for one in begun:
+                one.cancel()
+            return await asyncio.gather(*begun, return_exceptions=True)
+
+        for found in asyncio.run_coroutine_threadsafe(give_up(), loop).result(60):
+            for one in found if isinstance(found, list) else ():
+                one.ref_count_down()
     else:
         said["one"] = backend.contains(keys[0])
         said["prefix"] = backend.batched_contains(keys)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 from tests.engines.sides import PYTHON, Side
-from tests.engines.test_plugins import IMPATIENT, daemon
+from tests.engines.test_plugins import IMPATIENT, STORES, daemon, socket_of
 
 from skymemory.native import crc32
 from skymemory.store.redis import NAMESPACE, RedisStore
@@ -34,11 +35,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side]
 
 
 @pytest.fixture
-def store() -> Iterator[str]:
-    with daemon("memory://64MiB") as address:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with daemon(STORES[getattr(request, "param", "daemon")], tmp_path) as address:
         yield address
 
 
+@pytest.mark.parametrize("store", STORES, indirect=True)
 def test_what_one_server_stores_another_prefetches(both: tuple[Side, Side], store: str) -> None:
     one, other = both
     said = one.ask("store", store)
@@ -63,11 +65,12 @@ def test_others_load_nothing_of_it(both: tuple[Side, Side], store: str, more: di
     assert said["loaded"] == [False] * COUNT, said
 
 
+@pytest.mark.parametrize("store", ["daemon", "host"], indirect=True)
 def test_a_prefix_ends_before_a_damaged_object(both: tuple[Side, Side], store: str) -> None:
     one, other = both
     keys = one.ask("store", store)["keys"]
-    key = bytes.fromhex(keys[3])
-    with RedisStore(store) as bytes_of, Redis(unix_socket_path=store.removeprefix("unix://")) as client:
+    key, door = bytes.fromhex(keys[3]), socket_of(store)
+    with RedisStore(f"unix://{door}") as bytes_of, Redis(unix_socket_path=door) as client:
         (value,) = (bytearray(value or b"") for value in bytes_of.get_many([key]))
         value[-1] ^= 1
         client.set(NAMESPACE + key, bytes(value) + b"SKV1" + crc32(value, crc32(key)).to_bytes(4, "little"))
@@ -83,6 +86,12 @@ def test_a_store_that_does_not_answer_is_a_miss(both: tuple[Side, Side]) -> None
     assert said["loaded"] == [False] * COUNT and said["seconds"] < 5, said
 
 
+def test_without_an_owner_the_error_names_the_command(both: tuple[Side, Side]) -> None:
+    error = both[0].ask("load", "host:///nowhere")["error"]
+    assert "no owner answers" in error and "skymemory store serve host://SIZE" in error
+
+
+@pytest.mark.parametrize("store", ["daemon", "host"], indirect=True)
 def test_deleted_objects_are_gone_and_count_no_more(both: tuple[Side, Side], store: str) -> None:
     one, other = both
     said = one.ask("store", store, delete=True)

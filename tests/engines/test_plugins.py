@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.engines.sides import PYTHON, ROOT, Side
 
 from skymemory.native import crc32
 from skymemory.store.redis import NAMESPACE, RedisStore
+from skymemory.testbed.open_store import open_store
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,19 +55,34 @@ ROOM = {"lmcache_side": "15KiB", "sglang_side": "4KiB", "tier_side": "20KiB"}
 """Room for two values."""
 
 
+STORES = {
+    "daemon": "memory://64MiB",
+    "host": "host://8MiB?at={arena}",
+    "host and disk": "tiers:?tier=host://8MiB%3Fat={arena}&tier=disk://{folder}/disk?budget=64MiB",
+}
+
+
 @contextmanager
-def daemon(address: str) -> Iterator[str]:
-    """Where a daemon in a process of its own serves the store at ``address``."""
-    folder = Path(tempfile.mkdtemp())  # a short path, as sockets need
-    command = [sys.executable, "-m", "skymemory", "store", "serve", address, "--listen", f"unix://{folder}/s"]
+def daemon(address: str, folder: Path | None = None) -> Iterator[str]:
+    """Where a daemon in a process of its own serves the store at ``address``, which may name an arena and a folder."""
+    is_arena = "{arena}" in address
+    place = tempfile.mkdtemp(prefix="skymemory-test-", dir="/dev/shm" if is_arena else None)  # short, as sockets need
+    served = address.format(arena=place, folder=folder)
+    command = [sys.executable, "-m", "skymemory", "store", "serve", served, "--listen", f"unix://{place}/s"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and "is served at" in process.stdout.readline()
-            yield f"unix://{folder}/s"
+            yield f"host://{place}" if is_arena else f"unix://{place}/s"
         finally:
             process.terminate()
             process.wait(30)
-            shutil.rmtree(folder)
+            shutil.rmtree(place)
+
+
+def socket_of(address: str) -> str:
+    """Where the daemon whose store engines reach at ``address`` speaks the Redis protocol."""
+    kind, _, path = address.partition("://")
+    return f"{path}/s" if kind == "host" else path
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +100,8 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
 
 
 @pytest.fixture
-def store() -> Iterator[str]:
-    with daemon("memory://64MiB") as address:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with daemon(STORES[getattr(request, "param", "daemon")], tmp_path) as address:
         yield address
 
 
@@ -99,6 +116,7 @@ def misses(said: dict[str, Any], reason: str) -> int:
     return int(said["counters"].get(f"misses_total{{{reason}}}", 0))
 
 
+@pytest.mark.parametrize("store", STORES, indirect=True)
 def test_what_one_process_stores_another_loads(engine: tuple[Side, Side, dict[str, Any]], store: str) -> None:
     one, other, about = engine
     before = other.ask("ask", store, **about)
@@ -166,10 +184,12 @@ def test_where_all_ranks_have_the_same_pages_one_stores_for_all(
     assert other.ask("load", store, rank=1, **hybrid)["found"] == 0
 
 
+@pytest.mark.parametrize("store", ["daemon", "host"], indirect=True)
 def test_a_damaged_value_is_a_miss_and_is_stored_again(engine: tuple[Side, Side, dict[str, Any]], store: str) -> None:
     one, other, about = engine
     keys = [bytes.fromhex(key) for key in one.ask("store", store, **about)["keys"]]
-    with RedisStore(store) as bytes_of, Redis(unix_socket_path=store.removeprefix("unix://")) as client:
+    door = socket_of(store)
+    with RedisStore(f"unix://{door}") as bytes_of, Redis(unix_socket_path=door) as client:
         (second, last) = (bytearray(value or b"") for value in bytes_of.get_many([keys[1], keys[-1]]))
         second[len(second) // 2] ^= 1
         assert bytes_of.put_many([(keys[1], bytes(second))]) == [False], "damaged before it was sent"
@@ -184,6 +204,22 @@ def test_a_damaged_value_is_a_miss_and_is_stored_again(engine: tuple[Side, Side,
     assert one.ask("store", store, **about)["counters"]["stored_total"] == 2
     found = other.ask("ask", store, **about)
     assert found["loaded"] == [True] * COUNT and all(found["equal"])
+
+
+def test_what_has_left_shared_memory_comes_from_disk(engine: tuple[Side, Side, dict[str, Any]], tmp_path: Path) -> None:
+    one, other, about = engine
+    with daemon(STORES["host and disk"], tmp_path) as address:
+        one.ask("store", address, **about)
+        with Redis(unix_socket_path=socket_of(address)) as client:
+            until_s = time.monotonic() + 30
+            while client.info()["disk_entries"] < COUNT:
+                assert time.monotonic() < until_s, client.info()
+                time.sleep(0.05)
+    with daemon(STORES["host and disk"], tmp_path) as address, open_store(address) as arena:
+        assert arena.stats()["entries"] == 0, "the owner that ended has removed its arena"
+        found = other.ask("ask", address, **about)
+        assert found["loaded"] == found["equal"] == [True] * COUNT and found.get("prefix", COUNT) == COUNT
+        assert arena.stats()["entries"] == COUNT
 
 
 def test_a_store_that_hangs_costs_its_deadlines_and_misses(engine: tuple[Side, Side, dict[str, Any]]) -> None:
@@ -214,7 +250,9 @@ def test_a_full_store_costs_misses_alone(engine: tuple[Side, Side, dict[str, Any
     """One that holds two values evicts the others; one that holds none refuses them."""
     one, other, about = engine
     module = next(module for module, which in ENGINES.values() if which is about)
-    for address, held in ((f"memory://{ROOM[module]}", 2), ("memory://1KiB", 0)):
+    addresses = {f"memory://{ROOM[module]}": 2, "memory://1KiB": 0}
+    addresses |= {f"host://{ROOM[module]}?at={{arena}}": 2, "host://1KiB?at={arena}": 0}
+    for address, held in addresses.items():
         with daemon(address) as served:
             stored = one.ask("store", served, **about)
             counters = stored["counters"]
@@ -237,10 +275,17 @@ def test_wrong_options_say_what_to_do(engine: tuple[Side, Side, dict[str, Any]])
         assert words in error and "skymemory" in error.lower(), error
     if next(module for module, which in ENGINES.values() if which is about) == "sglang_side":
         assert "leave it out" in one.ask("ask", "unix:///nowhere", options={"queue": "1MiB"}, **about)["error"]
+    error = one.ask("ask", "host:///nowhere", **about)["error"]
+    assert "no owner answers" in error and "skymemory store serve host://SIZE" in error, error
     several = {**about, "replicas": 2, "ranks": 2}
     for address in ("memory://1GiB", "disk:///nowhere?budget=1GiB", "tiers:?tier=memory&tier=disk:///d?budget=1GiB"):
         error = one.ask("ask", address, **several)["error"]
         assert "skymemory store serve" in error and "unix:///" in error, error
+    error = one.ask("ask", "tiers:?tier=host://1GiB%3Fat=/dev/shm/sky&tier=disk:///d?budget=1GiB", **several)["error"]
+    if "%" not in error:  # vLLM's
+        assert "skymemory store serve" in error
+    else:
+        assert error.endswith("and give host:///dev/shm/sky"), error
 
 
 def drawn_pages(seed: int) -> dict[str, list[int]]:
@@ -260,7 +305,7 @@ def test_pages_of_several_pools_are_found_as_sglangs_own_backend_finds_them(
     dice = random.Random(seed)
     others = [["SWA", dice.choice(["all", "last"]), dice.randrange(1, 4)], ["MAMBA", "last", 1]]
     stored = drawn_pages(seed) if seed else {name: list(range(COUNT)) for name in ("KV", "SWA", "MAMBA")}
-    with daemon("memory://64MiB") as address:
+    with daemon(STORES["host" if seed % 2 else "daemon"]) as address:
         hybrid = {
             "stored": stored,
             "others": others[: dice.randrange(1, 3)],

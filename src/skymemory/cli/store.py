@@ -54,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add(
         "address",
         metavar="ADDRESS",
-        help="the store, such as memory://4GiB, disk:///directory?budget=60GiB, constellation or tiers:///FILE.toml",
+        help="the store, such as memory://4GiB, host://4GiB, disk:///directory?budget=60GiB, constellation or tiers:///FILE.toml",
     )
     add(
         "--listen",
@@ -77,7 +77,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from skymemory.store.redis_server.commands import Commands
     from skymemory.store.redis_server.daemon import Daemon, ServerLimits
-    from skymemory.testbed.open_store import open_store
+    from skymemory.testbed.open_store import host_address, open_store
     from skymemory.testbed.run_directory import RunDirectory
 
     if args.listen is None:
@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
             for address, listener in listeners:
                 shown_address = address if address.path else replace(address, port=listener.getsockname()[1])
                 write_line(f"the store {store.name} is served at {shown_address} until Ctrl-C")
+            if arena := host_address(args.address):
+                write_line(f"its memory is shared: engines of this computer attach by {arena}")
             daemon.serve([listener for _, listener in listeners])
         finally:
             for address, listener in listeners:

@@ -27,7 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add(
         "--store",
         metavar="ADDRESS",
-        help="store of the blocks, such as unix:///run/sky.sock of `skymemory store serve`, redis://HOST or "
+        help="store of the blocks, such as host: or unix:///run/sky.sock of `skymemory store serve`, redis://HOST or "
         "constellation (default: where `skymemory store serve` listens by default)",
     )
     add(

@@ -23,6 +23,7 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.kv.context import CacheContext
 from skymemory.reasons import UNANSWERED
 from skymemory.store.base import Store
+from skymemory.store.host.client import HostStore
 from skymemory.store.redis import RedisStore
 from skymemory.testbed.open_store import open_store
 from skymemory.units import format_duration, format_size
@@ -294,6 +295,8 @@ def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
     store = open_store(address)
     try:
         server = f"{_server(store.server_info())}; " if isinstance(store, RedisStore) else ""
+        if isinstance(store, HostStore):
+            server = f"{_arena(store.stats(), value_bytes)}; "
     except SkyMemoryError as error:
         store.close()
         hint = "is it running, and is the address right on this computer? Else give --store"
@@ -317,6 +320,18 @@ def _server(info: Mapping[str, str]) -> str:
         raise SkyMemoryError(f"{', '.join(silent)} behind the daemon does not answer: see the daemon's own log")
     tiers = ", ".join(filter(None, breakers))
     return f"a daemon of skymemory {info['skymemory_version']} over {info['store']}{tiers and f' ({tiers})'}"
+
+
+def _arena(figures: Mapping[str, int | float], value_bytes: int) -> str:
+    # Describe a host arena by its owner's figures.
+    size_bytes = int(figures.get("budget_bytes", 0))
+    clients = max(0, int(figures.get("clients", 0)) - 2)  # without its owner and this process
+    if size_bytes < value_bytes:
+        raise SkyMemoryError(
+            f"an arena of {format_size(size_bytes)} holds no value of {format_size(value_bytes)}: serve a larger one, "
+            "host://SIZE, or choose smaller values"
+        )
+    return f"an arena of {format_size(size_bytes)} with {clients} other clients"
 
 
 def _save(probe: PluginStore, name: str, value: bytes) -> None:

@@ -31,7 +31,7 @@ from skymemory.kv.value import ValueHeader, block_name, unpack_value
 from skymemory.metrics import SharedCounters
 from skymemory.reasons import INVALID, Miss
 from skymemory.store.base import Buffer, Presence, Store
-from skymemory.testbed.open_store import kinds_of, open_store
+from skymemory.testbed.open_store import host_address, kinds_of, open_store
 
 _log = logging.getLogger(__name__)
 
@@ -63,10 +63,12 @@ class PluginSettings:
                 says = known_keys(cls)[name].metadata["says"]
                 raise InvalidInput(f"{where}: {name} is missing: expected {says}, such as {example}")
         kinds = kinds_of(settings.store)
-        if processes > 1 and ("disk" in kinds or set(kinds) <= {"memory"}):
+        arena = host_address(settings.store)
+        if processes > 1 and (arena or "disk" in kinds or set(kinds) <= {"memory"}):
+            listen = "" if arena else " --listen unix:///run/sky.sock"
             raise InvalidInput(
                 f"{where}: store {settings.store!r} belongs to one process, and here are {processes}: serve it by "
-                f"`skymemory store serve '{settings.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"
+                f"`skymemory store serve '{settings.store}'{listen}`, and give {arena or 'unix:///run/sky.sock'}"
             )
         return settings
 

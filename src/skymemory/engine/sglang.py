@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -23,6 +24,9 @@ from skymemory.cache.patience import ending_within
 from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
+
+# Pages are only read from these buffers, never written to them.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _log = logging.getLogger(__name__)
 _KV = "kv"
@@ -202,12 +206,13 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return pages(pool, names, [int(indices[at * size]) for at in range(len(keys))])
 
     def _load_pages(self, pool: _ExtraPool, names: list[str], places: list[int]) -> list[bool]:
+        dummy = pool.host.get_dummy_flat_data_page()
+
         def place(at: int, value: memoryview) -> bool:
-            page = pool.host.get_dummy_flat_data_page()
-            room = _bytes_of(page)
-            if room.nbytes != value.nbytes:
+            if dummy.nbytes != value.nbytes:
                 return False
-            room[:] = value
+            # Copied from the store's memory into the pool's.
+            page = torch.frombuffer(value, dtype=torch.uint8).view(dummy.dtype).reshape(dummy.shape)
             pool.host.set_from_flat_data_page(places[at], page)
             return True
 

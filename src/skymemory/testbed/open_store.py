@@ -93,6 +93,19 @@ def is_of_one_process(where: str) -> bool:
     return kind in ("memory", "disk", "tiers") or (kind == "host" and _is_shared_here(place))
 
 
+def host_address(where: str) -> str | None:
+    """Return the address that attaches to the arena that this store's process serves; None if it serves none."""
+    kind, place, pairs = _parts(where)
+    if kind == "tiers":
+        options = [(name, value) for name, value in pairs if name not in _RULES]
+        plan = read_file(Path(place)) if place else read_options(options, where)
+        return next((found for tier in plan.tiers if (found := host_address(tier.address))), None)
+    if kind != "host" or not _is_shared_here(place):
+        return None
+    folder = dict(pairs).get("at")
+    return f"host://{Path(folder).absolute()}" if folder else "host:"
+
+
 def _is_shared_here(place: str) -> bool:
     return bool(place) and not place.startswith("/")
 

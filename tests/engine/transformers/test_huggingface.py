@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +20,20 @@ from tests.contract.forked import in_child  # noqa: E402
 from tests.engine.transformers.generation import BLOCK, generate, manager  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
-from skymemory import KVCManager  # noqa: E402
+from skymemory import KVCManager, open_store  # noqa: E402
+from skymemory.cache.tiers.store import TieredStore  # noqa: E402
+from skymemory.cache.tiers.tier import TierSettings  # noqa: E402
 from skymemory.engine.transformers.models import (  # noqa: E402
     build_small,
     train_tokenizer,
 )
 from skymemory.errors import InvalidInput, WrongProcess  # noqa: E402
+from skymemory.store.disk import DiskStore  # noqa: E402
+from skymemory.store.host.server import ServedArena  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -109,6 +118,40 @@ def test_generated_tokens_can_be_stored_too(model: Any, tokenizer: Any, document
     with_cache = model.generate(torch.tensor([follow]), past_key_values=kvc.get_cache_ids(follow), max_new_tokens=8)
     assert kvc.last.cached_tokens == (len(answer) - 1) // BLOCK * BLOCK
     assert with_cache.tolist() == model.generate(torch.tensor([follow]), max_new_tokens=8).tolist()
+
+
+STORING = """
+import sys
+import torch
+from tests.engine.transformers.generation import manager
+from skymemory import open_store
+from skymemory.engine.transformers.models import build_small
+ids = torch.arange(3, 3 + 5 * 16)[None]
+with open_store(sys.argv[1]) as store, manager(build_small(), None, store) as kvc:
+    print(kvc.add_blocks_ids(ids).stored_blocks)
+"""
+
+
+def test_another_process_finds_blocks_in_shared_memory_and_then_on_disk(model: Any, tmp_path: Path) -> None:
+    ids = torch.arange(3, 3 + 5 * BLOCK)[None]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    without = model.generate(ids, **options).tolist()
+    arena, disk = ServedArena(tmp_path / "arena", 8 << 20), DiskStore(tmp_path / "disk", 64 << 20)
+    with TieredStore([(arena, TierSettings(local=True)), (disk, TierSettings())]) as tiers:
+        command = [sys.executable, "-c", STORING, f"host://{tmp_path / 'arena'}"]
+        assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120).stdout == b"5\n"
+        until_s = time.monotonic() + 20
+        while disk.stats()["entries"] < 5:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        for has_left in (False, True):
+            if has_left:
+                arena.delete(arena.stored_keys())
+            with open_store(f"host://{tmp_path / 'arena'}") as store, manager(model, None, store) as kvc:
+                assert model.generate(ids, past_key_values=kvc.get_cache_ids(ids), **options).tolist() == without
+                assert kvc.last.hit_tokens == {"host": 5 * BLOCK - 1} and kvc.last.used_tokens == 5 * BLOCK - 1
+                assert store.stats()["held_values"] == 0, "they were copied into the cache"
+        assert tiers.stats()["disk_entries"] == arena.stats()["entries"] == 5
 
 
 def test_a_prompt_that_differs_in_its_last_token_is_another(model: Any, kvc: KVCManager) -> None:

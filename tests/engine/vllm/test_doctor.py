@@ -29,6 +29,7 @@ from skymemory.errors import InvalidInput
 from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.context import CacheContext
 from skymemory.store.base import Store
+from skymemory.store.host.server import ServedArena
 from skymemory.store.memory import MemoryStore
 
 PACKED = "vllm 0.32, 4 layers of 2 heads of 32, 4 x 32 tokens, float32, cpu default vec, NHD, tp 1"
@@ -58,6 +59,17 @@ def logged(caplog: pytest.LogCaptureFixture, one: EngineReport) -> list[str]:
     return [
         f"(EngineCore pid=7) INFO 11-25 09:00:00 [identity.py:1] {record.getMessage()}\n" for record in caplog.records
     ]
+
+
+def test_a_host_arena_is_described_and_must_hold_a_value(tmp_path: Path) -> None:
+    address = f"host://{tmp_path}"
+    with ServedArena(tmp_path, 1 << 20):
+        examined = examine_vllm({"log": report(address)})
+        assert examined.well and "an arena of 1.0 MiB with 0 other clients" in examined.findings[-1].words
+        (said,) = wrong(report(address, value_bytes=2 << 20))
+        assert "an arena of 1.0 MiB holds no value of 2.0 MiB: serve a larger one" in said
+    (said,) = wrong(report(address))
+    assert "no owner answers" in said and "skymemory store serve host://SIZE" in said
 
 
 def test_the_last_start_of_a_log_is_read(caplog: pytest.LogCaptureFixture) -> None:

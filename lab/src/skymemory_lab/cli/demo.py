@@ -222,14 +222,20 @@ def _strategies(text: str) -> tuple[str, ...]:
 def _add_vllm(subparsers: Subparsers) -> None:
     vllm = subparsers.add_parser(
         "vllm",
-        help="two vLLM servers, one after the other, that share a constellation",
-        description="Starts the 19x5 constellation, the store daemon in front of it and a vLLM server with the "
-        "connector, asks three questions about a document by the openai client, stops the server, and asks a second "
-        "one the same. The exit code is 1 if the second one loaded nothing, or answered otherwise. `make demo-vllm` "
-        "makes the environment with vLLM.",
+        help="two vLLM servers that share memory, beside a plain one",
+        description="Starts plain vLLM, then a process that owns memory for all engines and two vLLM servers with the "
+        "connector that map it, and asks each the same three questions about a document by the openai client. The "
+        "exit code is 1 if the second server loaded nothing of what the first had stored, or one answered otherwise. "
+        "`make demo-vllm` makes the environment with vLLM.",
     )
     _add_vllm_environment(vllm)
     add = vllm.add_argument
+    add(
+        "--store",
+        metavar="ADDRESS",
+        help="store that the owner process serves, such as host://4GiB, tiers:... or constellation, which it starts "
+        "(default: a host:// store as large as is needed and free in /dev/shm)",
+    )
     add("--windows", action="store_true", help="a model of Gemma 3's shape, most of whose layers see 512 tokens")
     add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
 

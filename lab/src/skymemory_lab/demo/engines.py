@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import skymemory
 import skymemory_lab
 from skymemory.engine.vllm.settings import transfer_config
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, os_reason
 from skymemory.installation import make_command
 from skymemory.progress import Progress
 from skymemory.testbed.liveness import StartWait, guard
+from skymemory.testbed.open_store import host_address
+from skymemory.units import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -34,6 +37,11 @@ _FIND = """
 import importlib.util
 print(*(name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None), sep=" and no ", end="")
 """
+_LEAST_SHARED_BYTES, _MOST_SHARED_BYTES = 36 << 20, 256 << 20
+"""Size of a demo's store in shared memory: its own model's prompts fill two thirds of the least."""
+_VLLM_SHARED_BYTES = 256 << 20
+"""Shared memory that stays free: vLLM 0.32 for the CPU starts only where 240 MiB are."""
+_OTHER_STORES = "or give --store 'host://256MiB?at=FOLDER' with a folder in another file system in memory"
 _FIND_S = 120.0  # timeout for finding packages, on a busy computer with a cold disk
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -135,12 +143,36 @@ def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], name: st
 
 @contextmanager
 def store_daemon(folder: Path, store: str = "") -> Iterator[str]:
-    """Yield the address of a daemon for ``store``; empty: the folder's constellation."""
-    command = [*_SKYMEMORY, "store", "serve", store or f"constellation://{folder / 'run'}"]
+    """Yield the address by which engines use a daemon for ``store``; empty: the folder's constellation."""
+    store = store or f"constellation://{folder / 'run'}"
     log, path = folder / "daemon.log", folder / "sky.sock"
-    with _process([*command, "--listen", f"unix://{path}"], log) as process:
+    with _process([*_SKYMEMORY, "store", "serve", store, "--listen", f"unix://{path}"], log) as process:
         _until(path.is_socket, process, "the store daemon", log)
-        yield f"unix://{path}"
+        yield host_address(store) or f"unix://{path}"
+
+
+@contextmanager
+def shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[str]:
+    """Yield the address of a host store as large as a demo needs, in a folder of its own in ``folder``.
+
+    Raises:
+        InvalidInput: too little memory is free there; the message says what to do.
+    """
+    try:
+        free = os.statvfs(folder)
+        free_bytes = free.f_bavail * free.f_frsize
+    except OSError as error:
+        raise InvalidInput(f"{folder}: {os_reason(error)}: {_OTHER_STORES}") from error
+    # An arena takes an eighth more than its size.
+    size_bytes = min(_MOST_SHARED_BYTES, (free_bytes - _VLLM_SHARED_BYTES) * 3 // 4)
+    if size_bytes < _LEAST_SHARED_BYTES:
+        raise InvalidInput(
+            f"{folder}: {format_size(free_bytes)} of shared memory are free; vLLM for the CPU wants "
+            f"{format_size(_VLLM_SHARED_BYTES)} and the demo's store {format_size(_LEAST_SHARED_BYTES * 4 // 3)}: "
+            f"raise its size (docker: --shm-size 1g, or --ipc=host), {_OTHER_STORES}"
+        )
+    with tempfile.TemporaryDirectory(prefix="skymemory-demo-", dir=folder) as made:
+        yield f"host://{size_bytes >> 20}MiB?at={made}"
 
 
 class HttpServer(NamedTuple):
@@ -179,13 +211,14 @@ def http_server(
 def vllm_server(
     python: Path, model: Path, folder: Path, name: str, store: str, role: str = "both"
 ) -> AbstractContextManager[HttpServer]:
-    """Run vLLM with the connector. ``role`` is as in ``transfer_config``."""
-    transfer = transfer_config({"store": store}, role)
+    """Run vLLM with the connector, or plain without ``store``. ``role`` is as in ``transfer_config``."""
+    transfer = ["--kv-transfer-config", json.dumps(transfer_config({"store": store}, role))] if store else []
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "sky"),
         *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048"),
         *("--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"),
-        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--gpu-memory-utilization", "0.3"),  # two servers on one GPU
+        *transfer,
     ]
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -1,6 +1,6 @@
-"""`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation.
+"""`skymemory demo vllm`: two vLLM servers that share memory, beside a plain one.
 
-The first computes a document's KV and is stopped; the second loads it.
+The first computes a document's KV, and the second loads it from the memory of a process that owns it for both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,24 @@ from skymemory_lab.demo.engines import (
     our_package,
     python_of_vllm,
     random_model,
+    shared_memory,
     store_daemon,
     vllm_server,
 )
 from skymemory_lab.demo.estimate import format_took, say_estimate
 from skymemory_lab.demo.resources import contention, slowdown
 
-_SAVED_S = 6.0  # wait before vLLM is stopped: values are stored after the answers
+_SAVED_S = 6.0  # wait before the second server is asked: values are stored after the answers
 _DOCUMENT_CHARACTERS = 4000
-# Seconds of model and constellation, of a server's start, and of its answers.
-_AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
+# Seconds of the model and the store, of the constellation, of the first server's start and of two more, of answers.
+_AROUND_S, _SKY_S, _START_S, _STARTS_S, _ASK_S = 8.0, 8.0, 20.0, 32.0, 8.0
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
+_SERVERS = ("plain", "first", "second")
+_USED = "vllm:skymemory_used_tokens_total"
 
 
 def run_vllm(args: argparse.Namespace) -> int:
-    """Return 1 if the second server loaded nothing or answered differently."""
+    """Return 1 if the second server loaded nothing or a server answered differently."""
     if args.model is None:
         check_engine_installed("small")
     else:
@@ -49,49 +53,71 @@ def run_vllm(args: argparse.Namespace) -> int:
     answers = []
     progress = Progress(sys.stderr)
     slow = slowdown(time.thread_time) * contention(1.6)  # API server and engine take turns for a part of it
-    estimate_s = _AROUND_S * slow + 2 * (_START_S * slow + _ASK_S * slow + _SAVED_S)
+    in_sky = args.store == "constellation"
+    estimate_s = (_AROUND_S + in_sky * _SKY_S + _START_S + _STARTS_S + 3 * _ASK_S) * slow + _SAVED_S
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
+        served = "" if in_sky else args.store or stack.enter_context(shared_memory())
         with progress.wait("making a model"):
             model = args.model or random_model(folder / "model", progress, windows=args.windows)
-        with progress.wait("starting a constellation of 95 satellites and the store daemon in front of it"):
-            stack.enter_context(constellation(folder))
-            store = stack.enter_context(store_daemon(folder))
-        for name in ("first", "second"):
-            with vllm_server(python, model, folder, name, store) as server:
-                with progress.wait(f"starting the {name} vLLM", _START_S * slow):
-                    server.wait()
-                with progress.wait(f"asking the {name} vLLM {len(_QUESTIONS)} questions", _ASK_S * slow):
-                    answers.append(_ask(python, server.url, document))
-                with progress.wait("storing what was computed", _SAVED_S):
-                    time.sleep(_SAVED_S)
+
+        def ask(name: str, url: str) -> None:
+            with progress.wait(f"asking the {name} vLLM {len(_QUESTIONS)} questions", _ASK_S * slow):
+                answers.append(_ask(python, url, document))
+
+        with vllm_server(python, model, folder, "plain", "") as server:
+            with progress.wait("starting plain vLLM", _START_S * slow):
+                server.wait()
+            ask("plain", server.url)
+        if in_sky:
+            with progress.wait("starting a constellation of 95 satellites"):
+                stack.enter_context(constellation(folder))
+        with progress.wait("starting the store daemon"):
+            store = stack.enter_context(store_daemon(folder, served))
+        progress.say(f"the store {served or 'constellation'} is served, and engines use it by {store}")
+        with progress.wait("starting two vLLM with the connector", _STARTS_S * slow):
+            servers = [stack.enter_context(vllm_server(python, model, folder, name, store)) for name in _SERVERS[1:]]
+            for server in servers:
+                server.wait()
+        ask("first", servers[0].url)
+        with progress.wait("storing what was computed", _SAVED_S):
+            time.sleep(_SAVED_S)
+        ask("second", servers[1].url)
         with progress.wait("ending all processes"):
             stack.close()
     if args.json:
-        print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))
+        print(json.dumps(dict(zip(_SERVERS, answers, strict=True))))
     else:
-        _print(answers)
+        _print(answers, store)
     write(format_took(progress.seconds, estimate_s), sys.stderr if args.json else sys.stdout)
-    same = [answer["text"] for answer in answers[0]] == [answer["text"] for answer in answers[1]]
-    return 0 if same and answers[1][0]["cached_tokens"] > 0 else 1
+    texts = [[answer["text"] for answer in server_answers] for server_answers in answers]
+    return 0 if all(text == texts[0] for text in texts) and answers[2][0]["store_tokens"] > 0 else 1
 
 
-def _print(answers: list[list[dict[str, Any]]]) -> None:
+def _print(answers: list[list[dict[str, Any]]], store: str) -> None:
     rows = [
         [
             name,
             question,
-            *(str(row[kind]) for kind in ("prompt_tokens", "cached_tokens")),
+            *(f"{row[kind]:,}" for kind in ("prompt_tokens", "store_tokens")),
+            f"{max(0, row['cached_tokens'] - row['store_tokens']):,}",
             f"{row['ttft_s'] * 1e3:.0f} ms",
         ]
-        for name, server_answers in zip(("first", "second"), answers, strict=True)
+        for name, server_answers in zip(_SERVERS, answers, strict=True)
         for question, row in zip(_QUESTIONS, server_answers, strict=True)
     ]
     print()
-    Table(("server", "question", "tokens", "from cache", "first token"), rows, left=(0, 1)).print()
+    head = ("server", "question", "tokens", "from store", "own cache", "first token")
+    Table(head, rows, left=(0, 1)).print()
     print()
-    write("The second server's first answer begins with what the first one stored in the sky.")
+    plain, second = answers[0][0], answers[2][0]
+    where = "shared memory" if store.startswith("host:") else store
+    write(
+        f"The second server took {second['store_tokens']:,} of {second['prompt_tokens']:,} tokens from {where}, where "
+        f"the first had stored them: {second['ttft_s'] * 1e3:.0f} ms to the first token. Plain vLLM computed all in "
+        f"{plain['ttft_s'] * 1e3:.0f} ms."
+    )
 
 
 _ANSWERS_S = 600.0
@@ -123,6 +149,7 @@ def client() -> None:
     usage_too = {"include_usage": True}
     answers = []
     for prompt in json.load(sys.stdin):
+        used_tokens = _used_tokens(sys.argv[1])
         started_s, first_s, text, usage = time.monotonic(), 0.0, "", None
         for piece in api.completions.create(
             model="sky",
@@ -141,11 +168,19 @@ def client() -> None:
             {
                 "prompt_tokens": usage.prompt_tokens if usage else 0,
                 "cached_tokens": (details.cached_tokens or 0) if details else 0,
+                "store_tokens": _used_tokens(sys.argv[1]) - used_tokens,
                 "ttft_s": first_s,
                 "text": text,
             }
         )
     json.dump(answers, sys.stdout)
+
+
+def _used_tokens(url: str) -> int:
+    """Return the tokens that a server has taken from its store instead of computing them."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(_USED))
 
 
 if __name__ == "__main__":
