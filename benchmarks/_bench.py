@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -227,9 +228,18 @@ def take_turns(pipe: Connection, make: Callable[..., tuple[Verb, Verb]], args: t
         pipe.send(seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client in a process of its own, and how it is given orders and answers."""
+
+    send: Callable[[Any], None]
+    recv: Callable[[], Any]
+    pid: int
+
+
 @contextmanager
-def client_process(make: Callable[..., tuple[Verb, Verb]], *args: Any, pure: bool = False) -> Iterator[Connection]:
-    """A client whose read and write ``make(*args)`` returns there, ready, by its pipe; ended afterwards."""
+def client_process(make: Callable[..., tuple[Verb, Verb]], *args: Any, pure: bool = False) -> Iterator[Client]:
+    """A client whose read and write ``make(*args)`` returns there, ready; ended afterwards."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=take_turns, args=(theirs, make, args), daemon=True)
@@ -238,7 +248,8 @@ def client_process(make: Callable[..., tuple[Verb, Verb]], *args: Any, pure: boo
     theirs.close()
     try:
         ours.recv()
-        yield ours
+        assert process.pid is not None
+        yield Client(ours.send, ours.recv, process.pid)
         ours.send(None)
     except EOFError:
         raise SystemExit(f"the client of {make.__name__} ended") from None
@@ -249,23 +260,23 @@ def client_process(make: Callable[..., tuple[Verb, Verb]], *args: Any, pure: boo
             process.terminate()
 
 
-def turn(pipes: Sequence[Connection], verb: str, runs: int) -> float:
+def turn(clients: Sequence[Client], verb: str, runs: int) -> float:
     """Seconds in which all of these clients do this so often, at the same time, each after a run to warm up."""
     for count in (1, runs):
         began_s = time.perf_counter()
-        for pipe in pipes:
-            pipe.send((verb, count))
-        for pipe in pipes:
-            pipe.recv()
+        for client in clients:
+            client.send((verb, count))
+        for client in clients:
+            client.recv()
     return time.perf_counter() - began_s
 
 
-def measure(paths: dict[str, Connection], rounds: int, turn: int) -> dict[tuple[str, str], list[float]]:
+def measure(paths: dict[str, Client], rounds: int, turn: int) -> dict[tuple[str, str], list[float]]:
     """Seconds of every timed run, by path and verb: in each round every path has a turn, whose first run only warms."""
     seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in paths for verb in ("read", "write")}
     for _ in range(rounds):
         for verb in ("read", "write"):
-            for name, pipe in paths.items():
-                pipe.send((verb, turn + 1))
-                seconds[name, verb] += pipe.recv()[1:]
+            for name, client in paths.items():
+                client.send((verb, turn + 1))
+                seconds[name, verb] += client.recv()[1:]
     return seconds

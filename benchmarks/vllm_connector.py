@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _bench import constellation, print_table, redis_server, write_json
+from _bench import constellation, host_owner, print_table, redis_server, write_json
 from skymemory.addresses import ListenAddress
 from skymemory.engine.transformers.models import TINYLLAMA_SHAPE
 from skymemory.store.base import Store
@@ -54,7 +54,7 @@ GOALS = {"cold": 1.03, "memory": 0.10, "disk": 0.10, "redis": 0.10, "constellati
 START_S = 420.0
 ANSWER_S = 600.0
 UNLIMITED = 1e12
-STORES = ("memory", "disk", "redis", "constellation", "example", "lmcache")
+STORES = ("memory", "host", "disk", "redis", "constellation", "example", "lmcache")
 Row = dict[str, Any]
 Tokens = list[int]
 
@@ -229,6 +229,10 @@ def transfer_of(kind: str, bench: Bench) -> Iterator[Row | None]:
         if kind == "example":
             where = {"shared_storage_path": str(folder)}
             yield {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": where}
+        elif kind == "host":
+            arena = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-", dir="/dev/shm")))
+            stack.enter_context(host_owner(arena, "3GiB"))
+            yield connector(f"host://{arena}", args)
         elif kind == "redis":
             port = stack.enter_context(redis_server(folder / "redis.sock"))
             yield None if port is None else connector(f"unix://{folder}/redis.sock", args)
