@@ -38,7 +38,7 @@ from _bench import Client, Verb, client_process, free_port, host_owner, print_ta
 from _data_path_clients import memcached_store
 from data_path import ENGINES, LMCACHE_SERVER, process, processor_s
 
-SIZES = (4 << 10, 64 << 10, 512 << 10, 2_949_248, 16 << 20, 64 << 20)
+SIZES = (4 << 10, 64 << 10, 512 << 10, 2_949_120, 16 << 20, 64 << 20)
 CLIENTS = (1, 4, 16)
 BUDGET = "3GiB"
 MOST_IN_FLIGHT_BYTES = 1 << 30

@@ -182,6 +182,36 @@ def _data_path_processor() -> str:
     return _sizes(lambda row: f"{row['clients_s_per_gb']:.2f} + {row['servers_s_per_gb']:.2f}", key="clients_s_per_gb")
 
 
+def _host_tier() -> str:
+    """Of the host tier its time, in place and copied out, and by how much it is faster than others."""
+
+    def ratio(who: str) -> Callable[[Row], str]:
+        return lambda row: (
+            ""
+            if row.get(f"{who}_ratio") is None
+            else f"{row[f'{who}_ratio']:.2f} ({row[f'{who}_ratio_least']:.2f} to {row[f'{who}_ratio_most']:.2f})"
+        )
+
+    def number(key: str, digits: int = 0) -> Callable[[Row], str]:
+        return lambda row: "" if row.get(key) is None else f"{row[key]:,.{digits}f}"
+
+    return columns(
+        "host_tier",
+        ("value", lambda row: f"{row['size_bytes'] / 1000:,.0f} KB"),
+        ("clients", _text("clients")),
+        ("", _text("verb")),
+        ("µs", number("host_us")),
+        ("in place", number("in_place_us")),
+        ("GB/s", number("host_gb_per_s", 1)),
+        ("× copy", ratio("copy")),
+        ("× Redis", ratio("Redis")),
+        ("× memcached", ratio("memcached")),
+        ("× LMCache", ratio("LMCache")),
+        ("CPU s/GB", number("host_cpu_s_per_gb", 2)),
+        ("Redis", number("Redis_cpu_s_per_gb", 2)),
+    )
+
+
 def _hashing() -> str:
     """Ours and vLLM's, in milliseconds."""
     results = json.loads((FOLDER / "hashing_index.json").read_text("utf-8"))["results"]
@@ -923,6 +953,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
     "data path, processor": _data_path_processor,
+    "host tier": _host_tier,
     "data path, busy": _busy,
     "hashing": _hashing,
     "tiers": _tiers,

@@ -49,6 +49,25 @@ def _of_lmcache() -> str:
     return missed([(ratio("read"), 1.3), (ratio("write"), 1.1)])
 
 
+def _host_tier(verb: str, peer: str, *goals: tuple[int, float]) -> str:
+    """By how much the host tier is faster than ``peer``, one client."""
+    rows = [(row_of("host_tier", verb=verb, clients=1, size_bytes=size_bytes), goal) for size_bytes, goal in goals]
+    return missed((row[f"{peer}_ratio"], goal) for row, goal in rows)
+
+
+def _host_tier_of_copies(clients: int, goal: float) -> str:
+    row = row_of("host_tier", verb="read", clients=clients, size_bytes=MB_2_9)
+    return missed([(row["copy_ratio"], goal)])
+
+
+def _host_tier_us(verb: str, most_us: float) -> str:
+    return missed([(row_of("host_tier", verb=verb, clients=1, size_bytes=KB_64)["host_us"], most_us)], 0, at_most=True)
+
+
+def _host_tier_of_file() -> str:
+    return missed(((row["of_file"], 1.02) for row in rows_of("ttft_host")), at_most=True)
+
+
 def _through_a_gateway() -> str:
     direct, through = (row_of("data_path", section="ways", path=path) for path in ("on ten", "on ten, by a gateway"))
     shares = [(direct[f"{verb}_ms"] / through[f"{verb}_ms"], 0.6) for verb in ("read", "write")]
@@ -216,6 +235,15 @@ GOALS: dict[str, Callable[[], str]] = {
     "goal: writes": lambda: _of_redis("write", 1, (KB_4, 0.5), (KB_64, 0.5), (KB_512, 1.0), (MB_2_9, 1.2)),
     "goal: reads of 8 clients": lambda: _of_redis("read", 8, (KB_64, 0.7), (MB_2_9, 1.2)),
     "goal: of LMCache's server": _of_lmcache,
+    "goal: host tier, reads": lambda: _host_tier("read", "Redis", (KB_4, 3.0), (KB_64, 4.0), (MB_2_9, 6.0)),
+    "goal: host tier, writes": lambda: _host_tier("write", "Redis", (KB_4, 2.1), (KB_64, 2.8), (MB_2_9, 4.2)),
+    "goal: host tier, memcached, reads": lambda: _host_tier("read", "memcached", (MB_2_9, 2.0)),
+    "goal: host tier, memcached, writes": lambda: _host_tier("write", "memcached", (MB_2_9, 1.4)),
+    "goal: host tier, a copy": lambda: _host_tier_of_copies(1, 0.8),
+    "goal: host tier, 16 copies": lambda: _host_tier_of_copies(16, 0.7),
+    "goal: host tier, read": lambda: f"{_host_tier_us('read', 35)} µs",
+    "goal: host tier, write": lambda: f"{_host_tier_us('write', 50)} µs",
+    "goal: host tier, of a file": _host_tier_of_file,
     "goal: through a gateway": _through_a_gateway,
     "goal: threads": lambda: f"{row_of('data_path', section='threads')['x']:.1f} ×",
     "goal: delayed read": lambda: f"{row_of('data_path', path='on ten, delay')['read_over_least']:.2f} ×",
