@@ -72,6 +72,7 @@ def daemon(address: str, folder: Path | None = None) -> Iterator[str]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and "is served at" in process.stdout.readline()
+            assert not is_arena or f"attach by host://{place}\n" in process.stdout.readline()
             yield f"host://{place}" if is_arena else f"unix://{place}/s"
         finally:
             process.terminate()
