@@ -480,7 +480,10 @@ class ArenaStore(BudgetedStore):
 
     def _check(self, key: bytes, view: native.HostView) -> bool:
         """Compare a value with its checksum; a damaged value is dropped."""
-        if view.is_sound():
+        return self._note_checked(key, view, view.is_sound())
+
+    def _note_checked(self, key: bytes, view: native.HostView, is_sound: bool) -> bool:
+        if is_sound:
             self._directory.mark(key, view.offset, CHECKED, True)
             return True
         self._counters.add("corrupt")
@@ -493,9 +496,11 @@ class ArenaStore(BudgetedStore):
         """Compare values with their checksums, so that clients need not."""
         for key in keys:
             with self._open():
-                for view in self._reader.hold([key]):
-                    if view and not view.checked:
-                        self._check(key, view)
+                (view,) = self._reader.hold([key])
+            if view and not view.checked:
+                is_sound = view.is_sound()
+                with self._open():
+                    self._note_checked(key, view, is_sound)
 
     # --- stores of this process ---
 

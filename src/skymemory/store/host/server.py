@@ -32,6 +32,7 @@ log = logging.getLogger("skymemory.store.host")
 SOCKET = "socket"
 _MOST_UNCHECKED = 1024
 """Values not yet compared with their checksums, beyond which messages wait for that."""
+_LARGE_BYTES = 1 << 20
 _TICK_S = 1.0
 _AWAKE_S, _AWAKE_PAUSE_S = 0.05, 0.0005
 """Time after a store in which the owner looks into slots by itself, and how often it does."""
@@ -58,6 +59,8 @@ class ArenaServer:
         """Keys of values not yet compared with their checksums."""
         self._owed: queue.SimpleQueue[dict[bytes, Place] | None] = queue.SimpleQueue()
         """Blocks of clients that farther tiers lack."""
+        self._large: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Keys of large values to be compared with their checksums."""
         self._fetching = KeyLocks()
         self._below: set[socket.socket] = set()
         self._wake, self._woken = socket.socketpair()
@@ -69,6 +72,8 @@ class ArenaServer:
         self._thread.start()
         self._storing = threading.Thread(target=self._store_below, name="host-arena-below", daemon=True)
         self._storing.start()
+        self._checking = threading.Thread(target=self._check_large, name="host-arena-check", daemon=True)
+        self._checking.start()
 
     def close(self) -> None:
         self._closing = True
@@ -80,6 +85,8 @@ class ArenaServer:
         self._note_entered()
         self._owed.put(None)
         self._storing.join(_END_S)
+        self._large.put(None)
+        self._checking.join(_END_S)
         for sock in list(self._below):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -114,7 +121,7 @@ class ArenaServer:
                     self._tick()
                 self._note_entered()
                 if self._unchecked and not self._closing and (not events or len(self._unchecked) > _MOST_UNCHECKED):
-                    self._store.check_next([self._unchecked.popleft()])
+                    self._check(self._unchecked.popleft())
         except InvalidInput:  # the store was closed
             pass
         finally:
@@ -122,6 +129,19 @@ class ArenaServer:
                 key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
             self._wake.close()
+
+    def _check(self, key: bytes) -> None:
+        """Compare a value with its checksum, a large one in a thread: messages do not wait for that."""
+        (size_bytes,) = self._store.sizes([key])
+        if size_bytes is not None and size_bytes >= _LARGE_BYTES:
+            self._large.put(key)
+        else:
+            self._store.check_next([key])
+
+    def _check_large(self) -> None:
+        with suppress(InvalidInput):  # the store was closed
+            while (key := self._large.get()) is not None:
+                self._store.check_next([key])
 
     def _pause_s(self) -> float:
         """Return how long to wait for messages. Clients need not wake an owner that pauses shortly."""
