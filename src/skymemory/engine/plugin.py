@@ -31,7 +31,7 @@ from skymemory.kv.value import ValueHeader, block_name, unpack_value
 from skymemory.metrics import SharedCounters
 from skymemory.reasons import INVALID, Miss
 from skymemory.store.base import Buffer, Presence, Store
-from skymemory.testbed.open_store import host_address, kinds_of, open_store
+from skymemory.testbed.open_store import host_address, how_to_share, kinds_of, open_store
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +63,10 @@ class PluginSettings:
                 says = known_keys(cls)[name].metadata["says"]
                 raise InvalidInput(f"{where}: {name} is missing: expected {says}, such as {example}")
         kinds = kinds_of(settings.store)
-        arena = host_address(settings.store)
-        if processes > 1 and (arena or "disk" in kinds or set(kinds) <= {"memory"}):
-            listen = "" if arena else " --listen unix:///run/sky.sock"
+        if processes > 1 and (host_address(settings.store) or "disk" in kinds or set(kinds) <= {"memory"}):
             raise InvalidInput(
-                f"{where}: store {settings.store!r} belongs to one process, and here are {processes}: serve it by "
-                f"`skymemory store serve '{settings.store}'{listen}`, and give {arena or 'unix:///run/sky.sock'}"
+                f"{where}: store {settings.store!r} belongs to one process, and here are {processes}: "
+                f"{how_to_share(settings.store)}"
             )
         return settings
 

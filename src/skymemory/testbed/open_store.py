@@ -106,6 +106,13 @@ def host_address(where: str) -> str | None:
     return f"host://{Path(folder).absolute()}" if folder else "host:"
 
 
+def how_to_share(where: str) -> str:
+    """Return in words how several processes use a store of one process."""
+    arena = host_address(where)
+    listen = "" if arena else " --listen unix:///run/sky.sock"
+    return f"serve it by `skymemory store serve '{where}'{listen}`, and give {arena or 'unix:///run/sky.sock'}"
+
+
 def _is_shared_here(place: str) -> bool:
     return bool(place) and not place.startswith("/")
 

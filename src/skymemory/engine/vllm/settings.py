@@ -8,7 +8,7 @@ from typing import Any
 
 from skymemory.config import duration, filled, setting, size, text, whole_number
 from skymemory.errors import InvalidInput
-from skymemory.testbed.open_store import is_of_one_process
+from skymemory.testbed.open_store import how_to_share, is_of_one_process
 
 TESTED_VERSIONS = ("0.32",)
 """Tested releases of vLLM; others cause a warning."""
@@ -29,8 +29,8 @@ class ConnectorSettings:
             raise InvalidInput("store is missing: expected an address, such as unix:///run/sky.sock of a store daemon")
         if is_of_one_process(self.store):
             raise InvalidInput(
-                f"store {self.store!r} belongs to one process, and vLLM's scheduler and workers are several: serve it "
-                f"by `skymemory store serve '{self.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"
+                f"store {self.store!r} belongs to one process, and vLLM's scheduler and workers are several: "
+                f"{how_to_share(self.store)}"
             )
         if self.queue_bytes < 1:
             raise InvalidInput("queue: expected a size above 0")

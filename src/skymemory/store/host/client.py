@@ -36,7 +36,7 @@ from skymemory.store.base import (
     check_ttl,
 )
 from skymemory.store.host import messages
-from skymemory.store.host.arena import map_read, map_write, own_folder, reader_of
+from skymemory.store.host.arena import default_folder, map_read, map_write, own_folder, reader_of
 from skymemory.store.host.layout import instance_of, values_bytes_of
 from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, HostOp, HostStatus
 from skymemory.store.host.owner import reason_of
@@ -155,11 +155,12 @@ class HostStore(RemoteStore):
             sock.close()
             if isinstance(error, SkyMemoryError):
                 raise
+            is_default = self._folder == default_folder()
             if not isinstance(error, OSError):
                 raise InvalidInput(f"host arena {self._folder}: its owner is of another release ({error})") from error
             raise SkyMemoryError(
                 f"host arena {self._folder}: no owner answers ({error.strerror or error}): start one there with "
-                f"`skymemory store serve host://SIZE`"
+                f"`skymemory store serve 'host://SIZE{'' if is_default else f'?at={self._folder}'}'`"
             ) from error
         except BaseException:
             sock.close()
