@@ -46,8 +46,9 @@ typedef struct {
     uint64_t offset, room_bytes;
     uint64_t number; /* from here on the client's: what it has stored */
     uint64_t key[HOST_KEY_WORDS];
-    uint64_t bytes, check;
-    uint64_t kind, depth, parent[HOST_KEY_WORDS]; /* its place in a chain */
+    uint64_t bytes, check; /* CRC-32, and from bit 32 on the kind of its place in a chain */
+    uint64_t at_ns; /* of the monotonic clock, which all processes share: the owner enters values in this order */
+    uint64_t depth, parent[HOST_KEY_WORDS];
 } HostSlot;
 
 enum { HOST_UNIT = 64, HOST_LARGE_UNIT = 4096, HOST_LARGE_BYTES = 64 << 10 }; /* room for a value is a multiple, as in extents.py */

@@ -59,9 +59,9 @@ class HostDirectory:
         """Return the positions of pages with values in slots."""
         raise NotImplementedError
 
-    def posts(self, page: mmap) -> list[tuple[int, int, int, int, bytes, int, int, int, int, bytes]]:
-        """Return the values in slots in the order of their stores: number, slot, offset and bytes of the room, key,
-        bytes, CRC-32, and the kind, depth and parent of the place, as the client wrote them.
+    def posts(self, page: mmap) -> list[tuple[int, int, int, int, int, bytes, int, int, int, int, bytes]]:
+        """Return the values in slots in the order of their stores: monotonic time in ns, number, slot, offset and bytes
+        of the room, key, bytes, CRC-32, and the kind, depth and parent of the place, as the client wrote them.
         """
         raise NotImplementedError
 

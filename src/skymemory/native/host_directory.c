@@ -382,10 +382,11 @@ static PyObject *posts(PyObject *object, PyObject *given)
         const HostSlot *slot = &slots[at];
         if ((HOST_LOAD(slot->state) & HOST_KIND) != HOST_FULL)
             continue;
-        PyObject *row = Py_BuildValue("(KKKKy#KKKKy#)", (unsigned long long)slot->number, (unsigned long long)at,
+        PyObject *row = Py_BuildValue("(KKKKKy#KKKKy#)", (unsigned long long)slot->at_ns, (unsigned long long)slot->number,
+                                      (unsigned long long)at,
                                       (unsigned long long)slot->offset, (unsigned long long)slot->room_bytes, (const char *)slot->key,
-                                      (Py_ssize_t)sizeof slot->key, (unsigned long long)slot->bytes, (unsigned long long)slot->check,
-                                      (unsigned long long)slot->kind, (unsigned long long)slot->depth, (const char *)slot->parent,
+                                      (Py_ssize_t)sizeof slot->key, (unsigned long long)slot->bytes, (unsigned long long)(uint32_t)slot->check,
+                                      (unsigned long long)(slot->check >> 32), (unsigned long long)slot->depth, (const char *)slot->parent,
                                       (Py_ssize_t)sizeof slot->parent);
         if (!row || PyList_Append(list, row) < 0)
             Py_CLEAR(list);
@@ -408,7 +409,7 @@ static PyMethodDef methods[] = {
     {"give_room", give_room, METH_VARARGS, "give_room(page, slot, offset, room_bytes) -> bool"},
     {"take_room", take_room, METH_VARARGS, "take_room(page, slot) -> bool"},
     {"posted", posted, METH_O, "posted(pages) -> list of positions"},
-    {"posts", posts, METH_O, "posts(page) -> list of (number, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent)"},
+    {"posts", posts, METH_O, "posts(page) -> list of (at_ns, number, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent)"},
     {"end_post", end_post, METH_VARARGS, "end_post(page, slot)"},
     {NULL, NULL, 0, NULL},
 };

@@ -10,6 +10,7 @@
 #endif
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE
@@ -196,7 +197,7 @@ static int find(Reader *self, const uint64_t key[HOST_KEY_WORDS], HostFound *fou
     HostSlot *slot = posted_slot(self, key, &state);
     if (!slot)
         return sky_host_find(&self->map, key, found);
-    *found = (HostFound){NULL, state, slot->offset, slot->bytes, slot->check};
+    *found = (HostFound){NULL, state, slot->offset, slot->bytes, (uint32_t)slot->check};
     return HOST_LOAD(slot->state) == state ? 1 : sky_host_find(&self->map, key, found);
 }
 
@@ -210,7 +211,7 @@ static int hold_one(Reader *self, const uint64_t key[HOST_KEY_WORDS], uint32_t h
         if (known != 1)
             return known;
         if (slot)
-            *found = (HostFound){NULL, state, slot->offset, slot->bytes, slot->check};
+            *found = (HostFound){NULL, state, slot->offset, slot->bytes, (uint32_t)slot->check};
         __atomic_store_n(&self->holds[hold], found->offset + 1, __ATOMIC_SEQ_CST);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         if (__atomic_load_n(slot ? &slot->state : &found->entry->version, __ATOMIC_SEQ_CST) == found->version)
@@ -445,7 +446,10 @@ static int64_t held_slot(Reader *self, uint64_t room_bytes, uint32_t hold, uint6
 static int post(Reader *self, HostSlot *slot, uint64_t state)
 {
     uint64_t before = self->head->posted;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
     slot->number = before + 1;
+    slot->at_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
     if (!__atomic_compare_exchange_n(&slot->state, &state, (state & ~(uint64_t)HOST_KIND) | HOST_FULL, 0, __ATOMIC_SEQ_CST,
                                      __ATOMIC_SEQ_CST))
         return 0;
@@ -487,7 +491,7 @@ static PyObject *store(PyObject *object, PyObject *args)
         }
         memcpy(slot->key, key, sizeof key);
         memcpy(slot->parent, parent, sizeof parent);
-        slot->bytes = size, slot->check = crc, slot->kind = (uint64_t)kind, slot->depth = depth;
+        slot->bytes = size, slot->check = (uint64_t)(kind & 255) << 32 | crc, slot->depth = depth;
         done = post(self, slot, state);
         self->filling &= ~(UINT64_C(1) << at);
         HOST_STORE(self->holds[hold], 0);

@@ -470,3 +470,17 @@ def test_a_client_checks_what_the_owner_has_not_checked_yet(owner: ServedArena) 
         ticket = client.prepare_load([key(1), key(2)])
         assert client.complete_load(ticket)[0] is None and ticket.report is not None
         assert ticket.report.keys[0].reason is Miss.CORRUPT
+
+
+def test_of_two_clients_values_the_later_stays(owner: ServedArena) -> None:
+    """Whichever page the owner reads first."""
+    with HostStore(owner.folder) as first, HostStore(owner.folder) as second:
+        for client in (first, second):
+            client.put_many([(key(0), bytes(1_000))])  # from then on it has room for such values
+        owner.enter_posts()
+        with owner._lock:  # it cannot look into slots meanwhile
+            for number, clients in ((1, (first, second)), (2, (second, first))):
+                for at, client in enumerate(clients):
+                    assert client.put_many([(key(number), bytes([at]) * 1_000)]) == [True]
+        owner.enter_posts()
+        assert owner.get_many([key(1), key(2)]) == [b"\1" * 1_000] * 2

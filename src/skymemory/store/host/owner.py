@@ -84,6 +84,7 @@ class Reservation:
 class Post:
     """Value that a client wrote into a slot."""
 
+    at_ns: int
     slot: int
     room: Extent
     key: bytes
@@ -137,7 +138,7 @@ class ArenaStore(BudgetedStore):
         self._quarantined: dict[int, int] = {}
         """Offset and size of extents that left the directory while a client held them."""
         self._next_number = 1
-        self._gives_rooms = True
+        self._gives_rooms, self._entering = True, False
         self.entered: deque[tuple[bytes, Place | None]] = deque()
         """What clients have stored, for the server."""
         try:
@@ -312,14 +313,16 @@ class ArenaStore(BudgetedStore):
             self._drop_ended()
 
     def _drop_ended(self) -> None:
-        for number, client in list(self._clients.items()):
-            if not client.connected and not is_held(client.path):
-                del self._clients[number]
-                self._take_rooms(client, SLOTS)
-                self._enter_posts_of(client)
-                client.path.unlink(missing_ok=True)
-                self._free_extents([*client.orphans, *client.rooms.values()])
-                client.rooms.clear()
+        ended = [client for client in self._clients.values() if not client.connected and not is_held(client.path)]
+        if not ended or self._entering:
+            return
+        for client in ended:
+            self._take_rooms(client, SLOTS)
+        self._enter_posts()
+        for client in ended:
+            del self._clients[client.number]
+            client.path.unlink(missing_ok=True)
+            self._free_extents([*client.orphans, *client.rooms.values()])
 
     def _held_offsets(self, clients: Iterable[Client] | None = None) -> set[int]:
         clients = self._clients.values() if clients is None else clients
@@ -580,31 +583,40 @@ class ArenaStore(BudgetedStore):
             self._enter_posts()
 
     def _enter_posts(self) -> None:
-        for client in list(self._clients.values()):
-            self._enter_posts_of(client)
+        """Enter the values in slots, in the order of all clients' stores; give room for as many again."""
+        if self._entering:
+            return
+        self._entering = True
+        try:
+            # A store that has ended before another began is seen with it, or earlier: what came since waits.
+            until_ns = time.monotonic_ns()
+            found = [(post, client) for client in self._clients.values() for post in self._posts_of(client)]
+            for post, client in sorted(found, key=lambda pair: pair[0].at_ns):
+                if post.at_ns < until_ns:
+                    self._take_post(post, client)
+        finally:
+            self._entering = False
 
     def _posts_of(self, client: Client) -> list[Post]:
         posts = []
         rows = self._directory.posts(client.page)
-        for _, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent in rows:
+        for at_ns, _, slot, offset, room_bytes, key, size_bytes, crc, kind, depth, parent in rows:
             try:
                 place = place_of(kind, depth, parent)
                 before = parent if any(parent) else None
-                posts.append(Post(slot, Extent(offset, room_bytes), key, size_bytes, crc, place, before))
+                posts.append(Post(at_ns, slot, Extent(offset, room_bytes), key, size_bytes, crc, place, before))
             except ValueError:  # damaged
                 self._directory.end_post(client.page, slot)
         return posts
 
-    def _enter_posts_of(self, client: Client) -> None:
-        """Enter the values in a client's slots, in the order of their stores; give it room for as many again."""
-        for post in self._posts_of(client):
-            room = client.rooms.pop(post.slot, None)
-            if room is not None and not self._enter_post(room, post):
-                self._counters.add("refused")
-                self._free_extents([room])
-            self._directory.end_post(client.page, post.slot)
-            if room is not None and client.connected:
-                self._give_room(client, post.slot, room.size_bytes)
+    def _take_post(self, post: Post, client: Client) -> None:
+        room = client.rooms.pop(post.slot, None)
+        if room is not None and not self._enter_post(room, post):
+            self._counters.add("refused")
+            self._free_extents([room])
+        self._directory.end_post(client.page, post.slot)
+        if room is not None and client.connected:
+            self._give_room(client, post.slot, room.size_bytes)
 
     def _enter_post(self, room: Extent, post: Post) -> bool:
         if rounded(post.size_bytes) != room.size_bytes or post.crc >> 32 or not self._may_enter(post.place):
