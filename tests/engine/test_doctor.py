@@ -65,7 +65,7 @@ def test_a_host_arena_without_an_owner_or_of_another_release(
 ) -> None:
     words = [*command.split(), f"host://{tmp_path}"]
     assert main(words) == 1
-    assert "no owner answers" in (said := capsys.readouterr().err) and "skymemory store serve host://SIZE" in said
+    assert "no owner answers" in (said := capsys.readouterr().err) and "skymemory store serve 'host://SIZE?at=" in said
     with ServedArena(tmp_path, 1 << 20):
         monkeypatch.setattr("skymemory.store.host.client.VERSION", 999)
         assert main(words) == 2

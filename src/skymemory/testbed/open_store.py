@@ -64,13 +64,19 @@ def open_store(where: str = "constellation") -> Store:
         InvalidInput: an invalid address.
         NoConstellation: no constellation runs there.
     """
+    return _open(where)
+
+
+def _open(where: str, is_nearest: bool = False) -> Store:
+    """Open a store; ``is_nearest``: as the first of several tiers."""
     kind, place, pairs = _parts(where)
     rules = {name: value for name, value in pairs if name in _RULES}
     options = [(name, value) for name, value in pairs if name not in _RULES]
-    store = (
-        _open_tiers(place, options, rules, where) if kind == "tiers" else _open_one(kind, place, dict(options), where)
-    )
-    return _ruled(store, rules, where)
+    if kind == "tiers":
+        return _ruled(_open_tiers(place, options, rules, where), rules, where)
+    if kind == "host":
+        return _ruled(_open_host(place, dict(options), where, is_nearest and not rules), rules, where)
+    return _ruled(_open_one(kind, place, dict(options), where), rules, where)
 
 
 def without_password(address: str) -> str:
@@ -108,7 +114,10 @@ def host_address(where: str) -> str | None:
 
 def how_to_share(where: str) -> str:
     """Return in words how several processes use a store of one process."""
-    arena = host_address(where)
+    try:
+        arena = host_address(where)
+    except InvalidInput:  # its file is not here
+        arena = None
     listen = "" if arena else " --listen unix:///run/sky.sock"
     return f"serve it by `skymemory store serve '{where}'{listen}`, and give {arena or 'unix:///run/sky.sock'}"
 
@@ -152,8 +161,6 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
         return MemoryStore(
             parse_size(place or "1GiB"), name=_name(kind, options, where), policy=options.get("policy", DEFAULT_POLICY)
         )
-    if kind == "host":
-        return _open_host(place, options, where)
     if kind == "disk":
         _no_others(options, ("budget", "name", "policy", "sync"), where)
         if not place or "budget" not in options:
@@ -186,7 +193,7 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
     raise _refused(where, f"expected {EXPECTED}")
 
 
-def _open_host(place: str, options: dict[str, str], where: str) -> Store:
+def _open_host(place: str, options: dict[str, str], where: str, is_nearest: bool) -> Store:
     if not _is_shared_here(place):
         _no_others(options, ("name", "timeout"), where)
         return HostStore(
@@ -204,6 +211,7 @@ def _open_host(place: str, options: dict[str, str], where: str) -> Store:
         name=_name("host", options, where),
         policy=options.get("policy", DEFAULT_POLICY),
         keep=keep in _YES,
+        is_nearest=is_nearest,
     )
 
 
@@ -254,7 +262,8 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
         for tier in plan.tiers:
             if _parts(tier.address)[0] == "tiers":
                 raise InvalidInput(f"{tier.address!r} is a hierarchy itself: list its tiers instead")
-            tiers.append((open_store(tier.address), tier.settings))
+            is_nearest = not tiers and len(plan.tiers) > 1
+            tiers.append((_open(tier.address, is_nearest), tier.settings))
         return TieredStore(tiers, plan.settings)
     except BaseException as error:
         for store, _ in tiers:

@@ -69,7 +69,7 @@ def test_a_host_arena_is_described_and_must_hold_a_value(tmp_path: Path) -> None
         (said,) = wrong(report(address, value_bytes=2 << 20))
         assert "an arena of 1.0 MiB holds no value of 2.0 MiB: serve a larger one" in said
     (said,) = wrong(report(address))
-    assert "no owner answers" in said and "skymemory store serve host://SIZE" in said
+    assert "no owner answers" in said and "skymemory store serve 'host://SIZE?at=" in said
 
 
 def test_the_last_start_of_a_log_is_read(caplog: pytest.LogCaptureFixture) -> None:

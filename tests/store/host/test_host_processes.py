@@ -484,3 +484,42 @@ def test_of_two_clients_values_the_later_stays(owner: ServedArena) -> None:
                     assert client.put_many([(key(number), bytes([at]) * 1_000)]) == [True]
         owner.enter_posts()
         assert owner.get_many([key(1), key(2)]) == [b"\1" * 1_000] * 2
+
+
+def test_a_value_that_is_refused_later_leaves_no_older_one(folder: Path) -> None:
+    with ServedArena(folder, 8 << 20) as owner, HostStore(folder) as client:
+        client.put_many([(key(1), b"old" * 1_000)])
+        owner.enter_posts()
+        with owner._lock:  # it enters nothing meanwhile
+            assert client.put_many([(key(1), b"new" * 1_000)]) == [True]
+            owner._inventory.kept.add(key(1))  # refused, as beside pins
+        owner.enter_posts()
+        assert client.get_many([key(1)]) == [None]
+
+
+def test_a_damaged_page_costs_its_client_alone(owner: ServedArena) -> None:
+    with HostStore(owner.folder) as client, HostStore(owner.folder) as other:
+        client.put_many([(key(1), bytes(1_000))])
+        path = owner.folder / "pages" / str(client._mapping.number)
+        with open(path, "r+b") as page:
+            page.write(b"\xa5" * path.stat().st_size)
+        client.close()
+        for number in range(20):
+            assert other.put_many([(key(2 + number), bytes(1_000)), (key(50), bytes(300_000))]) == [True, True]
+        assert owner.stats()["faults_total"] == 0 if "faults_total" in owner.stats() else True
+
+
+def test_an_arena_larger_than_memory_is_refused_before_any_is_taken(folder: Path) -> None:
+    with pytest.raises(InvalidInput, match="are free"):
+        ServedArena(folder, 1 << 50)
+    assert not (folder / "values").exists()
+
+
+def test_clients_of_a_hierarchy_know_of_farther_tiers_from_the_first(folder: Path, tmp_path: Path) -> None:
+    arena = ServedArena(folder, BUDGET_BYTES, is_nearest=True)
+    with pytest.raises(SkyMemoryError, match="no owner answers"):
+        HostStore(folder)
+    arena.close()
+    address = f"tiers:?tier=host://4MiB?at={folder}&tier=disk://{tmp_path}/values?budget=64MiB"
+    with open_store(address), HostStore(folder) as client:
+        assert client._has_below

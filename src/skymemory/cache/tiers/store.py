@@ -114,9 +114,9 @@ class TieredStore(TwoPhase):
             store.on_evict = self._demoting(tier)
         nearest = self.tiers[0].store
         self._shared = nearest if len(self.tiers) > 1 and isinstance(nearest, Shared) else None
+        self._mover = TierMover(self.tiers, self._outbound, self._locks, self._counters)
         if self._shared is not None:
             self._shared.below = self
-        self._mover = TierMover(self.tiers, self._outbound, self._locks, self._counters)
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -57,6 +58,15 @@ def _locked(path: Path, flags: int) -> int | None:
     return None
 
 
+def _available_bytes() -> float:
+    """Return the memory that can be taken without swapping, as the kernel estimates it."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return math.inf
+
+
 class OwnedArena:
     """Arena of this process: an ended owner's arena of the same size, else a new arena.
 
@@ -103,6 +113,7 @@ class OwnedArena:
         # Clients of the arena before keep their mappings of it: its files are removed, and never changed.
         for path in (self.folder / "directory", self.folder / "values", *(self.folder / "pages").iterdir()):
             path.unlink(missing_ok=True)
+        self._check_free()
         fd = os.open(self.folder / "values", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Memory that is missing later would end the processes that touch it (SIGBUS): all is taken now.
@@ -111,14 +122,26 @@ class OwnedArena:
             self._make_directory()
         except OSError as error:
             (self.folder / "values").unlink()
-            free = os.statvfs(self.folder)
-            hint = ": raise its size (docker: --shm-size), or lower the budget" if error.errno == errno.ENOSPC else ""
-            raise InvalidInput(
-                f"host arena {self.folder}: {format_size(self.shape.values_bytes + self.shape.directory_bytes)} of "
-                f"shared memory are needed, {format_size(free.f_bavail * free.f_frsize)} are free{hint}"
-            ) from error
+            self._check_free(error)
         finally:
             os.close(fd)
+
+    def _check_free(self, error: OSError | None = None) -> None:
+        """Refuse a size beyond what is free: taking it would end this process, or another."""
+        needed_bytes = self.shape.values_bytes + self.shape.directory_bytes
+        state = os.statvfs(self.folder)
+        free_bytes = min(state.f_bavail * state.f_frsize, _available_bytes())
+        if error is None and needed_bytes <= free_bytes:
+            return
+        hint = (
+            ": raise its size (docker: --shm-size), or lower the budget"
+            if not error or error.errno == errno.ENOSPC
+            else ""
+        )
+        raise InvalidInput(
+            f"host arena {self.folder}: {format_size(needed_bytes)} of shared memory are needed, "
+            f"{format_size(free_bytes)} are free{hint}"
+        ) from error
 
     def _make_directory(self) -> None:
         """Make the directory whole before it has its name."""

@@ -606,7 +606,8 @@ class ArenaStore(BudgetedStore):
                 before = parent if any(parent) else None
                 posts.append(Post(at_ns, slot, Extent(offset, room_bytes), key, size_bytes, crc, place, before))
             except ValueError:  # damaged
-                self._directory.end_post(client.page, slot)
+                with suppress(ValueError):
+                    self._directory.end_post(client.page, slot)
         return posts
 
     def _take_post(self, post: Post, client: Client) -> None:
@@ -614,7 +615,10 @@ class ArenaStore(BudgetedStore):
         if room is not None and not self._enter_post(room, post):
             self._counters.add("refused")
             self._free_extents([room])
-        self._directory.end_post(client.page, post.slot)
+            if post.place is None:  # its store was acknowledged: no older value may be read
+                self._remove(post.key)
+        with suppress(ValueError):  # the page was damaged
+            self._directory.end_post(client.page, post.slot)
         if room is not None and client.connected:
             self._give_room(client, post.slot, room.size_bytes)
 
@@ -663,7 +667,10 @@ class ArenaStore(BudgetedStore):
             return
         offset = self._free.allocate(room_bytes)
         if offset is not None:
-            if self._directory.give_room(client.page, slot, offset, room_bytes):
+            given = False
+            with suppress(ValueError):  # the page was damaged
+                given = self._directory.give_room(client.page, slot, offset, room_bytes)
+            if given:
                 client.rooms[slot] = Extent(offset, room_bytes)
             else:
                 self._free.free(offset, room_bytes)
@@ -676,8 +683,9 @@ class ArenaStore(BudgetedStore):
         """Take room in up to ``count`` slots back, but no room of ``but_bytes``."""
         taken: list[Extent] = []
         for slot, room in list(client.rooms.items()):
-            if len(taken) < count and room.size_bytes != but_bytes and self._directory.take_room(client.page, slot):
-                taken.append(client.rooms.pop(slot))
+            with suppress(ValueError):  # the page was damaged
+                if len(taken) < count and room.size_bytes != but_bytes and self._directory.take_room(client.page, slot):
+                    taken.append(client.rooms.pop(slot))
         self._free_extents(taken)
 
     def _may_enter(self, place: Place | None) -> bool:

@@ -338,26 +338,38 @@ class ArenaServer:
 
 
 class ServedArena(ArenaStore):
-    """Host arena that clients reach at ``FOLDER/socket``. Parameters and errors as ``ArenaStore``."""
+    """Host arena that clients reach at ``FOLDER/socket``. Parameters and errors as ``ArenaStore``.
 
-    def __init__(self, folder: Path, budget_bytes: int, **options: Any) -> None:
+    ``is_nearest``: of a hierarchy, which clients have to know of from the first; it is served once that is set.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int, *, is_nearest: bool = False, **options: Any) -> None:
         super().__init__(folder, budget_bytes, **options)
+        self._server: ArenaServer | None = None
+        self._process = Owner(f"the {self.name} store", self._let_go)
+        if not is_nearest:
+            self._serve()
+
+    def _serve(self) -> None:
         try:
-            self._server = ArenaServer(self, listen_in(folder))
+            self._server = ArenaServer(self, listen_in(self.folder))
         except BaseException:
             super().close()
             raise
-        self._process = Owner(f"the {self.name} store", self._let_go)
 
     def _on_below(self) -> None:
-        self._server.tick_soon()
+        if self._server is None:
+            self._serve()
+        else:
+            self._server.tick_soon()
 
     def end_sharing(self) -> None:
-        if not self._process.elsewhere:
+        if self._server is not None and not self._process.elsewhere:
             self._server.close()
 
     def _let_go(self) -> None:
-        self._server.let_go()
+        if self._server is not None:
+            self._server.let_go()
         self._arena.let_go()
 
     def close(self) -> None:
