@@ -523,3 +523,24 @@ def test_clients_of_a_hierarchy_know_of_farther_tiers_from_the_first(folder: Pat
     address = f"tiers:?tier=host://4MiB?at={folder}&tier=disk://{tmp_path}/values?budget=64MiB"
     with open_store(address), HostStore(folder) as client:
         assert client._has_below
+
+
+def test_a_value_stored_just_before_the_owner_sleeps_is_entered_at_once(
+    owner: ServedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HostStore(owner.folder) as client:
+        client.put_many([(key(0), bytes(1_000))])
+        sleep, stored = owner.sleep, list[float]()
+
+        def sleep_after_a_store() -> bool:
+            if not stored:
+                owner.wake()  # so that the client wakes nobody
+                assert client.put_many([(key(1), b"x" * 1_000)]) == [True]
+                stored.append(time.monotonic())
+            return sleep()
+
+        monkeypatch.setattr(owner, "sleep", sleep_after_a_store)
+        with HostStore(owner.folder) as other:
+            in_time(lambda: bool(stored), 3.0)
+            in_time(lambda: other.get_many([key(1)]) == [b"x" * 1_000], 3.0)
+            assert time.monotonic() - stored[0] < 0.3

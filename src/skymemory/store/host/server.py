@@ -147,11 +147,11 @@ class ArenaServer:
         """Return how long to wait for messages. Clients need not wake an owner that pauses shortly."""
         if self._unchecked:
             return 0.0
-        if time.monotonic() < self._awake_until_s:
-            self._store.enter_posts()
-            self._note_entered()
-            return 0.0 if self._unchecked else _AWAKE_PAUSE_S
-        return _TICK_S if self._store.sleep() else 0.0
+        if time.monotonic() >= self._awake_until_s and self._store.sleep():
+            return _TICK_S
+        self._store.enter_posts()
+        self._note_entered()
+        return 0.0 if self._unchecked else _AWAKE_PAUSE_S
 
     def _accept(self) -> None:
         try:
