@@ -192,23 +192,20 @@ def _host_tier() -> str:
             else f"{row[f'{who}_ratio']:.2f} ({row[f'{who}_ratio_least']:.2f} to {row[f'{who}_ratio_most']:.2f})"
         )
 
-    def number(key: str, digits: int = 0) -> Callable[[Row], str]:
-        return lambda row: "" if row.get(key) is None else f"{row[key]:,.{digits}f}"
-
     return columns(
         "host_tier",
         ("value", lambda row: f"{row['size_bytes'] / 1000:,.0f} KB"),
         ("clients", _text("clients")),
         ("", _text("verb")),
-        ("µs", number("host_us")),
-        ("in place", number("in_place_us")),
-        ("GB/s", number("host_gb_per_s", 1)),
+        ("µs", _number("host_us")),
+        ("in place", lambda row: f"{row['in_place_us']:,.0f}" if row["verb"] == "read" else ""),
+        ("GB/s", _number("host_gb_per_s", 1)),
         ("× copy", ratio("copy")),
         ("× Redis", ratio("Redis")),
         ("× memcached", ratio("memcached")),
         ("× LMCache", ratio("LMCache")),
-        ("CPU s/GB", number("host_cpu_s_per_gb", 2)),
-        ("Redis", number("Redis_cpu_s_per_gb", 2)),
+        ("CPU s/GB", _number("host_cpu_s_per_gb", 2)),
+        ("Redis", _number("Redis_cpu_s_per_gb", 2)),
     )
 
 
