@@ -534,7 +534,7 @@ def test_a_value_stored_just_before_the_owner_sleeps_is_entered_at_once(
 
         def sleep_after_a_store() -> bool:
             if not stored:
-                owner.wake()  # so that the client wakes nobody
+                owner.wake()  # so that the client wakes no thread
                 assert client.put_many([(key(1), b"x" * 1_000)]) == [True]
                 stored.append(time.monotonic())
             return sleep()
