@@ -25,7 +25,9 @@ int sky_host_open(HostMap *map, const Py_buffer *directory, int writes)
 
 HostSlot *sky_host_slots(HostPage *page, uint64_t page_bytes, uint64_t *count)
 {
-    uint64_t words = page_bytes < HOST_HEAD_BYTES ? 0 : (page_bytes - HOST_HEAD_BYTES) / 8, holds = page->holds, uses = page->uses;
+    if (page_bytes < HOST_HEAD_BYTES)
+        return NULL;
+    uint64_t words = (page_bytes - HOST_HEAD_BYTES) / 8, holds = page->holds, uses = page->uses;
     if (holds > words || uses > words - holds)
         return NULL;
     uint64_t at = HOST_HEAD_BYTES + rounded(8 * (holds + uses));
