@@ -88,7 +88,7 @@ def test_a_store_that_does_not_answer_is_a_miss(both: tuple[Side, Side]) -> None
 
 def test_without_an_owner_the_error_names_the_command(both: tuple[Side, Side]) -> None:
     error = both[0].ask("load", "host:///nowhere")["error"]
-    assert "no owner answers" in error and "skymemory store serve host://SIZE" in error
+    assert "no owner answers" in error and "skymemory store serve 'host://SIZE" in error
 
 
 @pytest.mark.parametrize("store", ["daemon", "host"], indirect=True)

@@ -277,7 +277,7 @@ def test_wrong_options_say_what_to_do(engine: tuple[Side, Side, dict[str, Any]])
     if next(module for module, which in ENGINES.values() if which is about) == "sglang_side":
         assert "leave it out" in one.ask("ask", "unix:///nowhere", options={"queue": "1MiB"}, **about)["error"]
     error = one.ask("ask", "host:///nowhere", **about)["error"]
-    assert "no owner answers" in error and "skymemory store serve host://SIZE" in error, error
+    assert "no owner answers" in error and "skymemory store serve 'host://SIZE" in error, error
     several = {**about, "replicas": 2, "ranks": 2}
     for address in ("memory://1GiB", "disk:///nowhere?budget=1GiB", "tiers:?tier=memory&tier=disk:///d?budget=1GiB"):
         error = one.ask("ask", address, **several)["error"]
