@@ -310,6 +310,8 @@ class Scene:
             "set_capacity": lambda: (0, 3),
             "capacity": lambda: (0,),
             "block_count": lambda: (0,),
+            "oldest": lambda: (0,),
+            "ages": tuple,
             "blocks": tuple,
             "changes": tuple,
             "dump": lambda: (0,),
@@ -365,6 +367,8 @@ class Scene:
                 2.0,
                 0.1,
                 curves,
+                struct.pack("=6d", 0.1, 0.1, 0.1, 0.1, 0.5, 1.0),
+                9.0,
                 hear,
             )
 

@@ -76,6 +76,12 @@ class Tables(RuleBasedStateMachine):
             table.load(slot, dumps.copy().pop())
 
     @invariant()
+    def same_ages(self) -> None:
+        compiled, twin = self.tables
+        assert compiled.ages() == twin.ages()
+        assert [compiled.oldest(slot) for slot in SLOTS] == [twin.oldest(slot) for slot in SLOTS]
+
+    @invariant()
     def same_size_and_prefix_closed(self) -> None:
         for table in self.tables:
             assert [table.block_count(slot) for slot in SLOTS] == [self.naive.blocks_of(slot) for slot in SLOTS]
@@ -177,3 +183,25 @@ def test_the_highest_slot_beside_the_lowest(impl: ModuleType) -> None:
     table.learn(0, blocks)
     table.learn(65_535, blocks[:2])
     assert table.match(blocks, [65_535, 0, 700]) == [2, 3, 0] and table.blocks() == 3
+
+
+def test_ages_of_what_was_used_again_and_of_what_had_to_go(impl: ModuleType) -> None:
+    table = impl.PrefixTable(3)
+    for block in (1, 2, 3):
+        table.learn(0, np.array([block], dtype=np.uint64))
+    assert table.oldest(0) == 2 and table.oldest(1) == -1 and table.oldest(9) == -1
+    table.learn(0, np.array([1], dtype=np.uint64))  # three chains after its last use: two binary digits
+    table.learn(0, np.array([4], dtype=np.uint64))  # 2 has to go, also three chains after
+    used, evicted = table.ages()
+    assert (used[2], sum(used)) == (1, 1) and (evicted[2], sum(evicted)) == (1, 1)
+    assert table.oldest(0) == 2
+    table.forget(0)
+    assert table.oldest(0) == -1 and table.ages() == (used, evicted)
+
+
+def test_old_ages_count_less(impl: ModuleType) -> None:
+    table, blocks = impl.PrefixTable(1 << 13), np.arange(1 << 13, dtype=np.uint64)
+    for _ in range(129):
+        table.learn(0, blocks)
+    used, _ = table.ages()
+    assert sum(used) == used[1] == 1 << 19

@@ -38,6 +38,26 @@ Shelf *sky_table_shelf(Table *table, size_t slot)
     return &table->shelves[slot];
 }
 
+/* The binary digits of the chains learnt since this block's last use. */
+static unsigned age_of(const Table *table, const Entry *entry)
+{
+    uint32_t age = table->learned - entry->used;
+    return age ? 32 - (unsigned)__builtin_clz(age) : 0;
+}
+
+static void count_age(Ages *ages, uint64_t *counts, unsigned age)
+{
+    counts[age]++;
+    if (++ages->count < MOST_AGES)
+        return;
+    ages->count = 0;
+    for (unsigned at = 0; at < AGES; at++) {
+        ages->used[at] /= 2;
+        ages->evicted[at] /= 2;
+        ages->count += ages->used[at] + ages->evicted[at];
+    }
+}
+
 static void take_away(Table *table, size_t slot, uint32_t at)
 {
     Shelf *shelf = &table->shelves[slot];
@@ -126,16 +146,19 @@ static int use_chain(Table *table, size_t slot, const char *hashes, size_t count
         }
         uint32_t entry = sky_shelf_find(shelf, rows->secret, key);
         if (entry != NO_ENTRY) {
+            count_age(&table->ages, table->ages.used, age_of(table, &shelf->entries[entry]));
+            shelf->entries[entry].used = table->learned;
             sky_shelf_use(shelf, entry);
         } else {
             if (shelf->used >= capacity) {
                 if (victim != NO_ENTRY)
                     victim = fetch_victim(table, shelf, victim);
+                count_age(&table->ages, table->ages.evicted, age_of(table, &shelf->entries[shelf->oldest]));
                 take_away(table, slot, shelf->oldest);
             }
             if (sky_rows_add(rows, key, slot) < 0)
                 return -1;
-            entry = sky_shelf_push(shelf, rows->secret, key);
+            entry = sky_shelf_push(shelf, rows->secret, key, table->learned);
         }
         if (child != NO_ENTRY)
             shelf->entries[child].parent = entry;
@@ -149,10 +172,19 @@ int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count)
     if (!sky_table_shelf(table, slot))
         return -1;
     size_t capacity = sky_table_capacity(table, slot);
+    table->learned++;
     if (use_chain(table, slot, hashes, count < capacity ? count : capacity, capacity) == 0)
         return 0;
     sky_table_trim(table, slot, 0); /* half a chain would be one without its head */
     return -1;
+}
+
+long long sky_table_oldest(const Table *table, size_t slot)
+{
+    const Shelf *shelf = slot < table->slots ? &table->shelves[slot] : NULL;
+    if (!shelf || !shelf->used || shelf->used < sky_table_capacity(table, slot))
+        return -1;
+    return (long long)(uint32_t)(table->learned - shelf->entries[shelf->oldest].used);
 }
 
 /* A parent was used after its children, so from the newest to the oldest every parent is met before them. */
@@ -233,7 +265,7 @@ const char *sky_table_load(Table *table, size_t slot, const char *dump, size_t c
         else if (sky_rows_add(&table->rows, key, slot) < 0)
             wrong = "";
         else
-            entries[place] = sky_shelf_push(shelf, table->rows.secret, key);
+            entries[place] = sky_shelf_push(shelf, table->rows.secret, key, table->learned);
     }
     for (size_t place = 0; !wrong && place < count; place++) {
         uint32_t parent;
