@@ -37,6 +37,14 @@ class PrefillTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTotals:
+    """Counters of the time between an engine's tokens since its start."""
+
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReportedLoad:
     """Metrics that an engine published at ``at_s``; None: not published."""
 
@@ -52,6 +60,7 @@ class ReportedLoad:
     """LoRA adapters in its memory."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
+    decodes: DecodeTotals | None = None
     tokens: float = 0.0
     """Tokens read and generated since its start."""
 
