@@ -403,9 +403,11 @@ class LeastTtft(Indexed):
         self._prices.update(server, self._queues.usual_s, now_s)
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        believed_blocks, _ = self._answering.get((id(request), server.slot), (0, 0))
+        blocks = request.prompt.blocks
+        believed_blocks, last = self._answering.get((id(request), server.slot), (0, 0))
         super().corrected(request, server, now_s, cached_tokens)
-        self._judge(request.prompt, server, believed_blocks, cached_tokens)
+        if len(blocks) and blocks.item(-1) == last:
+            self._judge(request.prompt, server, believed_blocks, cached_tokens)
         self._prices.update(server, self._queues.usual_s, now_s)
 
     def _judge(self, prompt: Prompt, server: Server, believed_blocks: int, cached_tokens: int) -> None:
