@@ -39,6 +39,12 @@ class Step(NamedTuple):
         return self.base_s + self.each_s * answers + self.stall * prefilled_s
 
 
+Seen = tuple[float, float, float]
+"""Mean answers under way, seconds of prefill per token, and seconds per token."""
+KEPT = 16
+"""Observations per server."""
+
+
 @dataclass(slots=True)
 class _Decoding:
     """Answers under way at a server. ``answers_s`` and ``prefilled_s`` only grow: sums over time since the start."""
@@ -49,8 +55,7 @@ class _Decoding:
     at_s: float = 0.0
     recent_s: float = 0.0
     """Seconds of prefill, with exponential weights over ``WINDOW_S``."""
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-    """Of seconds per token to those of the common model."""
+    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=KEPT))
     factor: float = 1.0
     totals: DecodeTotals | None = None
 
@@ -69,15 +74,13 @@ class DecodeCosts:
     up. Without evidence nothing takes longer.
     """
 
-    KEPT, EVERY, ENOUGH = 128, 8, 4
+    EVERY, ENOUGH = 8, 4
     ALIKE = 0.15
     """Deviation from the common model within which a server follows it."""
 
     def __init__(self) -> None:
         self.step = Step()
         self._servers: dict[int, _Decoding] = {}
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=self.KEPT)
-        """Answers under way, seconds of prefill per token, and seconds per token."""
         self._count = 0
         self._is_streamed = False
         self.usual_tokens = 0.0
@@ -109,7 +112,8 @@ class DecodeCosts:
             return
         if unseen_s is None and not self._is_streamed:
             self._is_streamed = True
-            self._seen.clear()
+            for other in self._servers.values():
+                other.seen.clear()
         if unseen_s is None or not self._is_streamed:
             answers = (server.answers_s - mark.answers_s) / whole_s
             steps = output_tokens - 1
@@ -151,19 +155,19 @@ class DecodeCosts:
         self._servers.pop(slot, None)
 
     def _observe(self, server: _Decoding, answers: float, prefilled_s: float, token_s: float) -> None:
-        self._seen.append((answers, prefilled_s, token_s))
+        server.seen.append((answers, prefilled_s, token_s))
         self._count += 1
-        if self._count <= self.EVERY or self._count % self.EVERY == 0:
-            self.step = fit_steps(list(self._seen))
-        expected_s = self.step.token_s(answers, prefilled_s)
-        if expected_s > 0:
-            server.ratios.append(token_s / expected_s)
-        if len(server.ratios) >= self.ENOUGH:
-            factor = median(server.ratios)
-            server.factor = 1.0 if abs(factor - 1.0) <= self.ALIKE else factor
+        if self._count > self.EVERY and self._count % max(self.EVERY, len(self._servers)):
+            return
+        # As many observations of each server: one that is slow ends few answers.
+        self.step = step = fit_steps([seen for one in self._servers.values() for seen in one.seen])
+        for one in self._servers.values():
+            if len(one.seen) >= self.ENOUGH:
+                factor = median(taken_s / max(1e-9, step.token_s(*terms)) for *terms, taken_s in one.seen)
+                one.factor = 1.0 if abs(factor - 1.0) <= self.ALIKE else factor
 
 
-def fit_steps(seen: Sequence[tuple[float, float, float]]) -> Step:
+def fit_steps(seen: Sequence[Seen]) -> Step:
     """Fit a ``Step`` with no negative part by least squares. What the observations do not tell apart is ``base_s``."""
     rows = np.array(seen, dtype=np.float64)
     columns = np.column_stack([np.ones(len(rows)), rows[:, :2]])
