@@ -157,14 +157,13 @@ class DecodeCosts:
     def _observe(self, server: _Decoding, answers: float, prefilled_s: float, token_s: float) -> None:
         server.seen.append((answers, prefilled_s, token_s))
         self._count += 1
-        if self._count > self.EVERY and self._count % max(self.EVERY, len(self._servers)):
-            return
-        # As many observations of each server: one that is slow ends few answers.
-        self.step = step = fit_steps([seen for one in self._servers.values() for seen in one.seen])
-        for one in self._servers.values():
-            if len(one.seen) >= self.ENOUGH:
-                factor = median(taken_s / max(1e-9, step.token_s(*terms)) for *terms, taken_s in one.seen)
-                one.factor = 1.0 if abs(factor - 1.0) <= self.ALIKE else factor
+        if self._count <= self.EVERY or not self._count % max(self.EVERY, len(self._servers)):
+            # As many observations of each server: one that is slow ends few answers.
+            self.step = fit_steps([seen for one in self._servers.values() for seen in one.seen])
+        if len(server.seen) >= self.ENOUGH:
+            step = self.step
+            factor = median(taken_s / max(1e-9, step.token_s(*terms)) for *terms, taken_s in server.seen)
+            server.factor = 1.0 if abs(factor - 1.0) <= self.ALIKE else factor
 
 
 def fit_steps(seen: Sequence[Seen]) -> Step:
