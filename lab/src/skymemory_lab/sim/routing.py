@@ -1,24 +1,20 @@
-"""The routing simulator: a trace through the production picker and strategies to simulated servers.
-
-Decoding does not slow prefills down (Mooncake's separate decoders).
-"""
+"""The routing simulator: a trace through the production picker and strategies to simulated engines."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from random import Random
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
-from skymemory.conductor.picker import Fleet, Picker, PrefillTotals, ReportedLoad, Scorer, Server
+from skymemory.conductor.picker import Fleet, Picker, ReportedLoad, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, PrefixIndex
 from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
@@ -29,37 +25,66 @@ from skymemory.conductor.strategies.registry import named
 from skymemory.conductor.strategies.strategy_base import mix
 from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
-from skymemory_lab.sim.clock import Clock, Event
-from skymemory_lab.sim.cluster.pool import PrefixCache
+from skymemory_lab.sim.clock import Clock
 from skymemory_lab.sim.cluster.schedulers import LEAST_FACTOR
+from skymemory_lab.sim.engines import ENGINES, EngineSettings, Job
 from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
 
 _SEED = seed(model="", adapter="", salt="")
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a server from one time (s) to another.
+
+    ``slow``: it takes ``factor`` times as long. ``hung``: it answers nothing. ``emptied``: its cache loses all at
+    ``from_s``, without an event. ``uncached``: it caches nothing, and says so. ``lying``: it reports that it holds
+    whole prompts and has no load.
+    """
+
+    kind: Literal["slow", "hung", "emptied", "uncached", "lying"]
+    server: int
+    from_s: float = 0.0
+    until_s: float = math.inf
+    factor: float = 4.0
+
+    def at(self, now_s: float) -> bool:
+        return self.from_s <= now_s < self.until_s
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """Simulated servers, and how late the router learns their state."""
+    """Simulated servers, and how late the routers learn their state."""
 
     servers: int = 8
-    cache_blocks: int = 5_000
-    """Capacity of each server's cache, in blocks of 512 tokens."""
+    engine: EngineSettings = EngineSettings()
     cost: CostModel = LLAMA_70B_8xA800
-    decode_token_s: float = 0.04
-    scrape_s: float = 0.2  # interval of the servers' load reports
+    scrape_s: float = 1.0
+    """Interval of the servers' load reports."""
     event_delay_s: float = 0.05  # delay of the caches' events
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
+    usage: bool = False
+    """True if answers end with the number of cached tokens."""
     whole: float = 0.0
     """Share of answers not streamed."""
+    faults: tuple[Fault, ...] = ()
+    patience_s: float = 60.0
+    """Time after which a client gives up on a hung server."""
+    exchange_s: float = 0.15
+    """Interval in which several routers exchange state."""
+    outage: tuple[float, float] = (math.inf, math.inf)
+    """Times (s) between which they do not."""
     seed: int = 0
-    """Seed of ties and of the choice of streamed answers."""
+    """Seed of ties, of the choice of streamed answers, and of a request's router."""
 
     def __post_init__(self) -> None:
-        if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
-            raise InvalidInput("expected servers ≥ 1, scrape_s > 0, event_delay_s ≥ 0, decode_token_s ≥ 0")
+        if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.exchange_s <= 0:
+            raise InvalidInput("expected servers ≥ 1, scrape_s > 0, event_delay_s ≥ 0, exchange_s > 0")
         if not 0 <= self.whole <= 1:
             raise InvalidInput(f"whole is {self.whole}; expected a share from 0 to 1")
+        if any(not 0 <= fault.server < self.servers for fault in self.faults):
+            raise InvalidInput(f"faults: expected servers from 0 to {self.servers - 1}")
 
 
 class CacheEvents(Protocol):
@@ -70,36 +95,40 @@ class CacheEvents(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """State that several routers exchange."""
+
+    def begin(self, pickers: Sequence[Picker]) -> None: ...
+
+    def exchange(self, now_s: float, up: bool) -> None:
+        """Exchange what is new. ``up``: False while nothing gets through."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedOutcome:
     at_s: float
     server: int
     ttft_s: float
+    whole_s: float
+    """Until the last token."""
     tokens: int
+    output_tokens: int
     hit_tokens: int
     blocks: int
     hit_blocks: int
+    believed_tokens: int
+    """Of the prompt, as the router believed when it chose."""
+    failed: bool = False
+    """Given up, after ``ttft_s``."""
+
+    @property
+    def token_s(self) -> float:
+        """Mean seconds between two tokens; 0 for a single token."""
+        return (self.whole_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-@dataclass(slots=True)
-class _RoutedJob:
-    at: int  # its number in the trace
-    request: TraceRequest
-    decision: Decision
-    chain: tuple[int, ...]  # block ids of the prompt
-
-
-@dataclass(slots=True)
-class _SimulatedEngine:
-    """Server that prefills a request at a time, by arrival."""
-
-    server: Server  # as the router sees it
-    cache: PrefixCache
-    queue: deque[_RoutedJob] = field(default_factory=deque)
-    serving: _RoutedJob | None = None  # in prefill
-    decoding: int = 0
-    tokens: int = 0  # of prompts in prefill or decoding
-    prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
+Routers = Sequence[tuple[Scorer, CacheEvents | None]]
 
 
 def simulate(
@@ -108,31 +137,53 @@ def simulate(
     setup: RoutingSetup,
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
+    others: Routers = (),
+    exchange: Exchange | None = None,
 ) -> list[RoutedOutcome]:
     """Return the results of ``requests``, sorted by arrival.
+
+    ``others``: further routers, by strategy and listener; each request comes to one of all, drawn.
 
     Raises:
         InvalidInput: arrivals out of order.
     """
-    return _Simulation(scorer, setup, events).run(requests, prompts or [as_routed(request) for request in requests])
+    simulation = _Simulation(((scorer, events), *others), setup, exchange)
+    return simulation.run(requests, prompts or [as_routed(request) for request in requests])
+
+
+@dataclass(slots=True, eq=False)
+class _RoutedJob(Job):
+    at: int = 0  # its number in the trace
+    server: int = 0
+    router: int = 0
+    decision: Decision | None = None
+    sent_s: float = 0.0
+    ttft_s: float = 0.0
 
 
 class _Simulation:
-    def __init__(self, scorer: Scorer, setup: RoutingSetup, events: CacheEvents | None) -> None:
-        self._setup, self._events = setup, events
-        self._fleet = Fleet()
-        self._picker = Picker(self._fleet, scorer, seed=setup.seed)
-        names = [f"server-{number}" for number in range(setup.servers)]
-        self._engines = {
-            name: _SimulatedEngine(self._fleet.add(name), PrefixCache(setup.cache_blocks)) for name in names
-        }
-        self._numbers = {name: number for number, name in enumerate(names)}
+    def __init__(self, routers: Routers, setup: RoutingSetup, exchange: Exchange | None) -> None:
+        self._setup, self._exchange = setup, exchange
+        self._events = [events for _, events in routers]
         self._clock = Clock()
-        self._scrapes = -1
-        self._dice = Random(setup.seed)
+        names = [f"server-{number}" for number in range(setup.servers)]
+        kind = ENGINES[setup.engine.kind]
+        self._engines = [kind(setup.engine, setup.cost, self._clock, self) for _ in names]
+        self._fleets, self._pickers = list[list[Server]](), list[Picker]()
+        for number, (scorer, _) in enumerate(routers):
+            fleet = Fleet()
+            self._fleets.append([fleet.add(name) for name in names])
+            self._pickers.append(Picker(fleet, scorer, seed=setup.seed + number))
+        if exchange is not None:
+            exchange.begin(self._pickers)
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._scrapes = self._exchanges = -1
+        self._dice, self._doors = Random(setup.seed), Random(setup.seed + 1)
         self._outcomes: dict[int, RoutedOutcome] = {}
 
     def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[RoutedOutcome]:
+        for fault in self._setup.faults:
+            self._set_fault(fault)
         # Arrivals need no events: the clock runs up to each arrival, then the request is placed with the report of that
         # time.
         before_s = -math.inf
@@ -143,101 +194,128 @@ class _Simulation:
                 )
             before_s = request.at_s
             self._clock.run(request.at_s)
-            self._scrape(request.at_s)
+            self._pass(request.at_s)
             self._arrive(at, request, prompt)
         self._clock.run()
         return [self._outcomes[at] for at in range(len(requests))]
 
-    def _later(self, at_s: float, event: Event) -> None:
-        # With the load reports that are due by then.
-        def run(now_s: float) -> None:
-            self._scrape(now_s)
-            event(now_s)
+    def _set_fault(self, fault: Fault) -> None:
+        engine = self._engines[fault.server]
+        if fault.kind == "emptied":
+            self._clock.at(fault.from_s, lambda _: engine.empty_cache())
+        elif fault.kind == "slow":
+            self._clock.at(fault.from_s, lambda _: setattr(engine, "slowness", fault.factor))
+            if fault.until_s < math.inf:
+                self._clock.at(fault.until_s, lambda _: setattr(engine, "slowness", 1.0))
+        elif fault.kind == "uncached":
+            engine.caches = False
 
-        self._clock.at(at_s, run)
+    def _is(self, kind: str, server: int, now_s: float) -> bool:
+        return any(fault.kind == kind and fault.server == server and fault.at(now_s) for fault in self._setup.faults)
 
-    def _scrape(self, now_s: float) -> None:
-        # Give the router a load report of every server, if a multiple of ``scrape_s`` has passed.
-        scrapes = math.floor(now_s / self._setup.scrape_s)
+    def _pass(self, now_s: float) -> None:
+        # Give the routers a load report of every server, if a multiple of ``scrape_s`` has passed, and let them exchange
+        # what they know.
+        setup = self._setup
+        exchanges = math.floor(now_s / setup.exchange_s)
+        if self._exchange is not None and exchanges != self._exchanges:
+            self._exchanges = exchanges
+            begin_s, end_s = setup.outage
+            self._exchange.exchange(now_s, not begin_s <= now_s < end_s)
+        scrapes = math.floor(now_s / setup.scrape_s)
         if scrapes == self._scrapes:
             return
         self._scrapes = scrapes
-        for engine in self._engines.values():
-            engine.server.reported = ReportedLoad(
-                at_s=scrapes * self._setup.scrape_s,
-                waiting=len(engine.queue),
-                running=engine.decoding + (engine.serving is not None),
-                kv_usage=min(1.0, engine.tokens / (engine.cache.capacity * BLOCK_TOKENS)),
+        for number, engine in enumerate(self._engines):
+            is_idle = self._is("lying", number, now_s)
+            report = ReportedLoad(
+                at_s=scrapes * setup.scrape_s,
+                waiting=0 if is_idle else len(engine.waiting),
+                running=0 if is_idle else engine.running,
+                kv_usage=0.0 if is_idle else min(1.0, engine.tokens / (engine.cache.capacity * BLOCK_TOKENS)),
                 cache_blocks=engine.cache.capacity,
                 block_tokens=BLOCK_TOKENS,
-                prefills=engine.prefills if self._setup.reports_prefills else None,
+                prefills=engine.prefills if setup.reports_prefills else None,
+                decodes=engine.decodes if setup.reports_prefills else None,
             )
+            for fleet in self._fleets:
+                fleet[number].reported = report
 
     def _arrive(self, at: int, request: TraceRequest, prompt: Request) -> None:
-        if self._setup.whole and self._dice.random() < self._setup.whole:
+        now_s, setup = request.at_s, self._setup
+        if setup.whole and self._dice.random() < setup.whole:
             prompt = replace(prompt, streams=False)
-        decision = self._picker.pick(prompt, request.at_s)
-        self._picker.routed(decision, request.at_s)
-        engine = self._engines[decision.server]
-        engine.queue.append(_RoutedJob(at, request, decision, request.blocks()))
-        if engine.serving is None:
-            self._serve(engine, request.at_s)
-
-    def _serve(self, engine: _SimulatedEngine, now_s: float) -> None:
-        # Begin the prefill of the next request in the queue.
-        # Looked up now, not at arrival: earlier requests in the queue have changed the cache meanwhile.
-        job = engine.serving = engine.queue.popleft()
-        tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
-        hit_tokens = min(hit * BLOCK_TOKENS, tokens - 1)
-        evicted = engine.cache.use(job.chain)
-        engine.tokens += tokens
-        done_s = now_s + self._setup.cost.prefill_s(tokens, hit_tokens)
-        self._outcomes[job.at] = RoutedOutcome(
-            job.request.at_s,
-            self._numbers[job.decision.server],
-            done_s - job.request.at_s,
-            tokens,
-            hit_tokens,
-            len(job.chain),
-            hit,
+        router = self._doors.randrange(len(self._pickers)) if len(self._pickers) > 1 else 0
+        picker = self._pickers[router]
+        decision = picker.pick(prompt, now_s)
+        picker.routed(decision, now_s)
+        server = self._numbers[decision.server]
+        job = _RoutedJob(
+            request.input_tokens,
+            request.output_tokens,
+            request.blocks(),
+            at=at,
+            server=server,
+            router=router,
+            decision=decision,
+            sent_s=now_s,
         )
-        self._later(done_s, lambda at_s: self._first_token(engine, job, hit, evicted, at_s))
+        if self._is("hung", server, now_s):
+            self._clock.at(now_s + setup.patience_s, lambda at_s: self._give_up(job, at_s))
+        else:
+            self._engines[server].receive(job, now_s)
 
-    def _first_token(
-        self, engine: _SimulatedEngine, job: _RoutedJob, hit: int, evicted_blocks: list[int], now_s: float
-    ) -> None:
+    def _give_up(self, job: _RoutedJob, now_s: float) -> None:
+        self._pass(now_s)
+        assert job.decision is not None
+        self._pickers[job.router].failed(job.decision, now_s)
+        job.ttft_s = now_s - job.sent_s
+        self._outcomes[job.at] = self._outcome(job, now_s, failed=True)
+
+    def first_token(self, job: Job, evicted_blocks: list[int], now_s: float) -> None:
+        self._pass(now_s)
+        assert isinstance(job, _RoutedJob) and job.decision is not None
+        job.ttft_s = now_s - job.sent_s
         if job.decision.request.streams:
-            self._picker.succeeded(job.decision, now_s)
-        engine.serving = None
-        engine.decoding += 1
-        self._later(
-            now_s + job.request.output_tokens * self._setup.decode_token_s, lambda at_s: self._end(engine, job, at_s)
-        )
-        if self._events is not None:
-            self._later(
+            self._pickers[job.router].succeeded(job.decision, now_s)
+        if any(self._events) and not self._is("uncached", job.server, now_s):
+            chain = job.chain[: self._setup.engine.cache_blocks]
+            self._clock.at(
                 now_s + self._setup.event_delay_s,
-                lambda _: self._publish(engine.server, job.chain, hit, evicted_blocks),
+                lambda _: self._publish(job.server, chain, job.hit_blocks, evicted_blocks),
             )
-        if engine.queue:
-            self._serve(engine, now_s)
 
-    def _end(self, engine: _SimulatedEngine, job: _RoutedJob, now_s: float) -> None:
+    def ended(self, job: Job, now_s: float) -> None:
+        self._pass(now_s)
+        assert isinstance(job, _RoutedJob) and job.decision is not None
+        picker, cached = self._pickers[job.router], None
         if not job.decision.request.streams:
-            self._picker.succeeded(job.decision, now_s)
-        self._picker.on_request_end(job.decision, now_s, output_tokens=job.request.output_tokens)
-        engine.decoding -= 1
-        engine.tokens -= job.request.input_tokens
-        before, outcome = engine.prefills, self._outcomes[job.at]
-        engine.prefills = PrefillTotals(
-            before.requests + 1,
-            before.tokens + outcome.tokens,
-            before.computed + outcome.tokens - outcome.hit_tokens,
-            before.seconds + self._setup.cost.prefill_s(outcome.tokens, outcome.hit_tokens),
+            picker.succeeded(job.decision, now_s)
+        if self._setup.usage:
+            cached = job.tokens - 1 if self._is("lying", job.server, now_s) else job.hit_tokens
+        picker.on_request_end(job.decision, now_s, cached, job.output_tokens)
+        self._outcomes[job.at] = self._outcome(job, now_s)
+
+    def _outcome(self, job: _RoutedJob, now_s: float, failed: bool = False) -> RoutedOutcome:
+        assert job.decision is not None
+        return RoutedOutcome(
+            job.sent_s,
+            job.server,
+            job.ttft_s,
+            now_s - job.sent_s,
+            job.tokens,
+            job.output_tokens,
+            job.hit_tokens,
+            len(job.chain),
+            job.hit_blocks,
+            job.decision.matched_tokens,
+            failed,
         )
 
-    def _publish(self, server: Server, chain: tuple[int, ...], hit: int, evicted_blocks: list[int]) -> None:
-        assert self._events is not None
-        self._events.changed(server, chain[: self._setup.cache_blocks], hit, evicted_blocks)
+    def _publish(self, server: int, chain: tuple[int, ...], hit: int, evicted_blocks: list[int]) -> None:
+        for fleet, events in zip(self._fleets, self._events, strict=True):
+            if events is not None:
+                events.changed(fleet[server], chain, hit, evicted_blocks)
 
 
 def as_routed(request: TraceRequest) -> Request:
@@ -264,15 +342,24 @@ WINDOW_REQUESTS = 80
 
 @dataclass(frozen=True, slots=True)
 class RoutingMetrics:
-    """Times to first token, hit rates and balance of a simulation."""
+    """Times to first token, per token and of whole answers, hit rates and balance of a simulation."""
 
     requests: int
     mean_s: float
     p50_s: float
     p90_s: float
     p99_s: float
+    token_s: float
+    """Mean over requests of their mean time between tokens."""
+    token_p99_s: float
+    whole_s: float
+    """Mean time of a whole answer."""
+    whole_p99_s: float
     token_hits: float
     block_hits: float
+    used: int
+    """Servers that got at least a quarter of the mean."""
+    failed: int
     worst_share: float
     """Largest share of a server in any window of 60 s, relative to the mean."""
     spread: float  # of requests per server: standard deviation over mean
@@ -290,17 +377,24 @@ def measured(outcomes: Sequence[RoutedOutcome], servers: int, from_s: float = 0.
     late = [outcome for outcome in outcomes if outcome.at_s >= from_s]
     if not late:
         raise InvalidInput(f"no request arrived at {from_s:g} s or later")
-    ttft_s = np.array([outcome.ttft_s for outcome in late])
-    p50_s, p90_s, p99_s = (percentile(ttft_s.tolist(), percent) for percent in (50, 90, 99))
+    ttft_s = [outcome.ttft_s for outcome in late]
+    token_s = [outcome.token_s for outcome in late if outcome.output_tokens > 1 and not outcome.failed] or [0.0]
+    whole_s = [outcome.whole_s for outcome in late]
     counts = np.bincount([outcome.server for outcome in late], minlength=servers)
     return RoutingMetrics(
         requests=len(late),
-        mean_s=float(ttft_s.mean()),
-        p50_s=p50_s,
-        p90_s=p90_s,
-        p99_s=p99_s,
+        mean_s=float(np.mean(ttft_s)),
+        p50_s=percentile(ttft_s, 50),
+        p90_s=percentile(ttft_s, 90),
+        p99_s=percentile(ttft_s, 99),
+        token_s=float(np.mean(token_s)),
+        token_p99_s=percentile(token_s, 99),
+        whole_s=float(np.mean(whole_s)),
+        whole_p99_s=percentile(whole_s, 99),
         token_hits=sum(outcome.hit_tokens for outcome in late) / sum(outcome.tokens for outcome in late),
         block_hits=sum(outcome.hit_blocks for outcome in late) / max(1, sum(outcome.blocks for outcome in late)),
+        used=int((counts >= counts.mean() / 4).sum()),
+        failed=sum(outcome.failed for outcome in late),
         worst_share=worst_share([(outcome.at_s, outcome.server) for outcome in late], servers),
         spread=float(counts.std() / counts.mean()),
     )

@@ -4,7 +4,8 @@ A conversation starts with its tenant's system prompt, sometimes a shared docume
 adds the answer and a new message.
 
 ``CONVERSATIONS`` has the statistics of Mooncake's conversation trace, ``TENANTS`` many system prompts of changing
-popularity, ``AGENTS`` long instructions and short calls.
+popularity, ``AGENTS`` long instructions and short calls, ``SHARED_PROMPT`` one system prompt and long answers,
+``SESSIONS`` about forty agents whose prompts grow.
 
 ``OpenLoop`` has the workloads of Mooncake's end-to-end experiments. Their table 2 gives no spread of lengths: here they
 are log-normal, but constant for the simulated prompts.
@@ -193,7 +194,31 @@ AGENTS = Workload(
     answer=LogNormal(130, 0.7, 15, 2_000),
     curt_share=0.0,
 )
-WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS)}
+SHARED_PROMPT = Workload(
+    name="shared-prompt",
+    conversations_per_s=14.0,
+    tenants=Popularity(1, 0.0),
+    system=LogNormal(3_000, 0.0, 3_000, 3_000),
+    question=LogNormal(200, 0.6, 40, 1_000),
+    goes_on=0.0,
+    message=_NONE,
+    pause=LogNormal(1, 0.0, 1, 1),
+    answer=LogNormal(570, 0.35, 300, 900),
+    curt_share=0.0,
+)
+SESSIONS = Workload(
+    name="sessions",
+    conversations_per_s=0.05,
+    tenants=Popularity(1, 0.0),
+    system=LogNormal(3_000, 0.0, 3_000, 3_000),
+    question=LogNormal(900, 0.4, 300, 3_000),
+    goes_on=0.97,
+    message=LogNormal(900, 0.4, 300, 3_000),
+    pause=LogNormal(22, 0.5, 4, 90),
+    answer=LogNormal(100, 0.4, 50, 200),
+    curt_share=0.0,
+)
+WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS, SHARED_PROMPT, SESSIONS)}
 
 
 class BlockNames:
