@@ -312,6 +312,7 @@ class Scene:
             "block_count": lambda: (0,),
             "oldest": lambda: (0,),
             "ages": tuple,
+            "used_every": lambda: (0, bytearray(blocks), 5),
             "blocks": tuple,
             "changes": tuple,
             "dump": lambda: (0,),

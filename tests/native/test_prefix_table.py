@@ -79,6 +79,10 @@ class Tables(RuleBasedStateMachine):
     def same_ages(self) -> None:
         compiled, twin = self.tables
         assert compiled.ages() == twin.ages()
+        for slot in SLOTS:
+            for path in ([0, 1, 2, 0], [1, 1], [2, 0, 0]):
+                every = [table.used_every(slot, chain(path), 6) for table in self.tables]
+                assert every[0] == every[1]
         assert [compiled.oldest(slot) for slot in SLOTS] == [twin.oldest(slot) for slot in SLOTS]
 
     @invariant()
@@ -205,3 +209,17 @@ def test_old_ages_count_less(impl: ModuleType) -> None:
         table.learn(0, blocks)
     used, _ = table.ages()
     assert sum(used) == used[1] == 1 << 19
+
+
+def test_what_is_used_every_few_chains_is_hot(impl: ModuleType) -> None:
+    """A head that every other chain has, each with a tail of its own."""
+    table, head = impl.PrefixTable(1000), np.arange(1, 5, dtype=np.uint64)
+    for number in range(20):
+        table.learn(0, np.concatenate([head, np.array([100 + number], dtype=np.uint64)]))
+        table.learn(0, np.array([10_000 + number], dtype=np.uint64))
+    whole = np.concatenate([head, np.array([119], dtype=np.uint64)])
+    assert [table.used_every(0, whole, interval) for interval in (1, 2, 9)] == [0, 4, 4]
+    assert table.used_every(3, whole, 9) == 0
+    for number in range(20):
+        table.learn(1, np.array([20_000 + number], dtype=np.uint64))
+    assert [table.used_every(0, whole, interval) for interval in (19, 21)] == [0, 4]  # long ago

@@ -33,6 +33,7 @@ typedef struct {
     uint32_t parent;
     uint32_t next; /* in its bucket, or of the free entries */
     uint32_t used; /* ``Table.learned`` at its last use */
+    uint32_t interval; /* recent mean of the chains from use to use, in sixteenths; 0: used once */
 } Entry;
 
 typedef struct {
@@ -144,6 +145,8 @@ void sky_table_trim(Table *table, size_t slot, size_t capacity);
 void sky_table_walk(Table *table, const char *hashes, size_t count, uint64_t *left);
 /* -1: no memory; the slot holds nothing then. */
 int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count);
+/* Leading blocks of those ``count`` that a slot uses at least every ``interval`` chains; it holds all of them. */
+size_t sky_table_used_every(const Table *table, size_t slot, const char *hashes, size_t count, uint64_t interval);
 /* Age of the block that a slot would evict next; -1: it has room. */
 long long sky_table_oldest(const Table *table, size_t slot);
 /* Number of removed blocks; -1: no memory, and nothing has changed. */

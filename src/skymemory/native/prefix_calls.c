@@ -180,6 +180,21 @@ static PyObject *oldest(PyObject *self, PyObject *number)
     return slot_from(number, &slot) ? PyLong_FromLongLong(sky_table_oldest(table_of(self), slot)) : NULL;
 }
 
+static PyObject *used_every(PyObject *self, PyObject *args)
+{
+    Table *table = table_of(self);
+    Py_buffer blocks;
+    size_t slot, count, found = 0;
+    unsigned long long interval;
+    if (!PyArg_ParseTuple(args, "O&y*K:used_every", slot_from, &slot, &blocks, &interval))
+        return NULL;
+    int good = count_of(&blocks, &count);
+    if (good && slot < table->slots)
+        found = sky_table_used_every(table, slot, blocks.buf, count, interval);
+    PyBuffer_Release(&blocks);
+    return good ? PyLong_FromSize_t(found) : NULL;
+}
+
 static PyObject *ages(PyObject *self, PyObject *none)
 {
     const Ages *ages = &table_of(self)->ages;
@@ -289,6 +304,7 @@ static PyMethodDef methods[] = {
     {"capacity", capacity, METH_O, "capacity(slot) -> int"},
     {"block_count", held, METH_O, "block_count(slot) -> int"},
     {"oldest", oldest, METH_O, "oldest(slot) -> int"},
+    {"used_every", used_every, METH_VARARGS, "used_every(slot, blocks, interval) -> int"},
     {"ages", ages, METH_NOARGS, "ages() -> tuple of used, evicted"},
     {"blocks", blocks, METH_NOARGS, "blocks() -> int"},
     {"changes", changes, METH_NOARGS, "changes() -> int"},

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AHEAD = 12 }; /* blocks whose rows and entries are prefetched */
+enum { AHEAD = 12, MOST_INTERVAL = 1 << 20 }; /* blocks whose rows and entries are prefetched */
 
 uint64_t sky_hash_at(const char *hashes, size_t at)
 {
@@ -56,6 +56,19 @@ static void count_age(Ages *ages, uint64_t *counts, unsigned age)
         ages->evicted[at] /= 2;
         ages->count += ages->used[at] + ages->evicted[at];
     }
+}
+
+static void note_use(const Table *table, Entry *entry)
+{
+    uint32_t age = table->learned - entry->used;
+    int64_t last = (int64_t)(age < MOST_INTERVAL ? age : MOST_INTERVAL) * 16, mean = entry->interval ? entry->interval : last;
+    entry->interval = (uint32_t)(mean + (last - mean) / 4);
+    entry->used = table->learned;
+}
+
+static int is_used_every(const Table *table, const Entry *entry, uint64_t interval)
+{
+    return entry->interval && entry->interval <= 16 * interval && (uint32_t)(table->learned - entry->used) <= interval;
 }
 
 static void take_away(Table *table, size_t slot, uint32_t at)
@@ -147,7 +160,7 @@ static int use_chain(Table *table, size_t slot, const char *hashes, size_t count
         uint32_t entry = sky_shelf_find(shelf, rows->secret, key);
         if (entry != NO_ENTRY) {
             count_age(&table->ages, table->ages.used, age_of(table, &shelf->entries[entry]));
-            shelf->entries[entry].used = table->learned;
+            note_use(table, &shelf->entries[entry]);
             sky_shelf_use(shelf, entry);
         } else {
             if (shelf->used >= capacity) {
@@ -177,6 +190,22 @@ int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count)
         return 0;
     sky_table_trim(table, slot, 0); /* half a chain would be one without its head */
     return -1;
+}
+
+/* Further blocks of a chain are used more rarely. */
+size_t sky_table_used_every(const Table *table, size_t slot, const char *hashes, size_t count, uint64_t interval)
+{
+    const Shelf *shelf = &table->shelves[slot];
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = (low + high + 1) / 2;
+        uint32_t at = sky_shelf_find(shelf, table->rows.secret, sky_hash_at(hashes, middle - 1));
+        if (at != NO_ENTRY && is_used_every(table, &shelf->entries[at], interval))
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
 }
 
 long long sky_table_oldest(const Table *table, size_t slot)

@@ -29,7 +29,7 @@ from skymemory.conductor.strategies.estimates import (
 from skymemory.conductor.strategies.server_prices import GOALS, ServerPrices
 from skymemory.conductor.strategies.strategy_base import GainThreshold, Indexed, RequestNotes
 from skymemory.errors import InvalidInput
-from skymemory.native.twin.ttft import FIGURES, SET_BACK_S, Price
+from skymemory.native.twin.ttft import FIGURES, HOT, SET_BACK_S, Price
 
 _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of computing"
 _PRICE = "seconds of decoding and evicting"
@@ -244,13 +244,17 @@ class LeastTtft(Indexed):
             for wait_s, price in zip(self.waits_s(request, servers, now_s), prices, strict=True)
         ]
         ttfts = [wait + prefill for wait, prefill in zip(waits, prefills, strict=True)]
-        delays = self._price.delays_s(waits, prefills, self._queues.usual_s, now_s)
+        hot, scored = 0 if unworthy else self._hot_tokens(prompt, servers), prefills
+        if hot:
+            scored = self.prefills_s(request, slots, [max(hot, cached) for cached in matched], now_s)
+        delays = self._price.delays_s(waits, scored, self._queues.usual_s, now_s)
         answer_tokens = self._prices.answer_tokens(request)
         costs = [
-            price.of(prefill_s, prompt.tokens, prompt.tokens - (0 if unworthy else cached), answer_tokens)
-            for price, prefill_s, cached in zip(prices, prefills, matched, strict=True)
+            price.of(work_s, prompt.tokens, prompt.tokens - (0 if unworthy else cached), answer_tokens)
+            for price, work_s, cached in zip(prices, scored, matched, strict=True)
         ]
-        scores = [-ttft - delay - cost for ttft, delay, cost in zip(ttfts, delays, costs, strict=True)]
+        totals = zip(waits, scored, delays, costs, strict=True)
+        scores = [-(wait_s + work_s) - delay_s - cost_s for wait_s, work_s, delay_s, cost_s in totals]
         held_back = self._hold_back(scores, slots, now_s)
         weights: Weights = ((_HELD, matched), (_WAITING, waits), (_COMPUTING, prefills), (_PRICE, costs))
         if loads:
@@ -264,6 +268,15 @@ class LeastTtft(Indexed):
             min(prompt.tokens, int(count * prompt.block_tokens * price.trust)) if count else 0
             for count, price in zip(blocks, prices, strict=True)
         ]
+
+    def _hot_tokens(self, prompt: Prompt, servers: Sequence[Server]) -> int:
+        """Return the leading tokens that count as held everywhere (``HOT``)."""
+        if self._table is None:
+            return 0
+        held = self.held_blocks(prompt, servers)
+        at = held.index(max(held))
+        blocks = self._table.used_every(servers[at].slot, prompt.blocks[: held[at]], HOT * len(servers))
+        return min(prompt.tokens, int(blocks * prompt.block_tokens))
 
     def _is_new(self, server: Server) -> bool:
         """Return True once for each report."""

@@ -7,6 +7,7 @@ first, so eviction keeps a slot *prefix-closed*.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
 _NO_PARENT = 0xFFFFFFFF
 _AGES, _MOST_AGES = 33, 1 << 20
+_MOST_INTERVAL = 1 << 20
 
 
 class PrefixTable:
@@ -42,6 +44,8 @@ class PrefixTable:
         """Parent of each block per slot, the last used block last."""
         self._used: dict[tuple[int, int], int] = {}
         """``_learned`` at the last use of a slot's block."""
+        self._intervals: dict[tuple[int, int], int] = {}
+        """Recent mean of the chains from use to use, in sixteenths, of blocks that were used again."""
         self._learned = self._aged = 0
         self._ages = [0] * _AGES, [0] * _AGES
 
@@ -76,6 +80,7 @@ class PrefixTable:
         for at in reversed(range(len(chain))):
             if chain[at] in shelf:
                 self._count_age(self._ages[0], slot, chain[at])
+                self._note_use(slot, chain[at])
             elif len(shelf) >= capacity:
                 self._count_age(self._ages[1], slot, oldest := next(iter(shelf)))
                 self._take_away(slot, oldest)
@@ -92,12 +97,34 @@ class PrefixTable:
             return -1
         return self._learned - self._used[slot, next(iter(shelf))]
 
+    def used_every(self, slot: int, blocks: Blocks, interval: int) -> int:
+        """Return the leading blocks that a slot uses at least every ``interval`` chains; further blocks of a chain are
+        used more rarely.
+        """
+        check_slot(slot)
+        chain = hashes_of(blocks)
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high + 1) // 2
+            mean = self._intervals.get((slot, chain[middle - 1]), 0)
+            last = self._used.get((slot, chain[middle - 1]), 0)
+            if mean and mean <= 16 * interval and self._learned - last <= interval:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def ages(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the numbers of blocks that were used again and of those evicted, by the binary digits of their age.
         Old ones count less.
         """
         used, evicted = self._ages
         return tuple(used), tuple(evicted)
+
+    def _note_use(self, slot: int, block: int) -> None:
+        last = 16 * min(self._learned - self._used[slot, block], _MOST_INTERVAL)
+        mean = self._intervals.get((slot, block), last)
+        self._intervals[slot, block] = mean + math.trunc((last - mean) / 4)
 
     def _count_age(self, counts: list[int], slot: int, block: int) -> None:
         counts[(self._learned - self._used[slot, block]).bit_length()] += 1
@@ -189,6 +216,7 @@ class PrefixTable:
 
     def _take_away(self, slot: int, block: int) -> None:
         del self._shelves[slot][block], self._used[slot, block]
+        self._intervals.pop((slot, block), None)
         holders = self._holders[block] & ~(1 << slot)
         if holders:
             self._holders[block] = holders

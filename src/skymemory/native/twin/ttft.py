@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
+HOT = 4
+"""Chains per server within which the longest match uses what counts as held everywhere: a quarter of its share."""
 SET_BACK_S = 1e9
 FIGURES = struct.Struct("=dddqq")
 """Per server: seconds of waiting, seconds of computing, seconds of its price, tokens matched, blocks held."""
@@ -152,6 +154,11 @@ class TtftRanker:
             min(tokens, int(blocks * block_tokens * price.trust)) if blocks else 0
             for blocks, price in zip(reach, priced, strict=True)
         ]
+        # Leading tokens that are asked for so often that each server will have them: computing them once more pays.
+        hot, best_at = 0, known.index(max(known))
+        if isinstance(held, PrefixTable) and known[best_at]:
+            blocks_held = view[: 8 * known[best_at]]
+            hot = min(tokens, int(held.used_every(slots[best_at], blocks_held, HOT * len(slots)) * block_tokens))
         unworthy = 0
         best_match = max(matched)
         if best_match and not (best_match > self._min_tokens and best_match > self._min_ratio * tokens):
@@ -167,12 +174,18 @@ class TtftRanker:
             wait_s + price.late_s(now_s)
             for wait_s, price in zip(self._queues.waits_s(servers, now_s), priced, strict=True)
         ]
-        delays = delays_s(waits, prefills, self._queues.usual_s, rate)
+        scored = prefills
+        if hot and not unworthy:
+            scored = [
+                prefill_s(_curve(lines, slot), tokens, hot) if cached < hot else seconds
+                for slot, cached, seconds in zip(slots, matched, prefills, strict=True)
+            ]
+        delays = delays_s(waits, scored, self._queues.usual_s, rate)
         costs = [
-            price.of(prefill_s, tokens, tokens - (0 if unworthy else cached), answer_tokens)
-            for price, prefill_s, cached in zip(priced, prefills, matched, strict=True)
+            price.of(work_s, tokens, tokens - (0 if unworthy else cached), answer_tokens)
+            for price, work_s, cached in zip(priced, scored, matched, strict=True)
         ]
-        scores = [-(waits[at] + prefills[at]) - delays[at] - costs[at] for at in range(len(slots))]
+        scores = [-(waits[at] + scored[at]) - delays[at] - costs[at] for at in range(len(slots))]
         # 5. The guard may set back the best servers, repeatedly; the caller chooses among ties for the best.
         held_back = self._hold_back(scores, slots, now_s)
         best = max(scores)
