@@ -8,7 +8,7 @@
 
 #define CROWDED 2.0
 #define SET_BACK_S 1e9
-#define HOT 4
+#define HOT 2
 enum { CURVE_BYTES = 24, PRICE_BYTES = 48, FIGURES_BYTES = 40 };
 
 typedef struct {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from skymemory.conductor.cost_model import CostModel
@@ -58,6 +58,7 @@ class Job:
     prefill_s: float = 0.0
     computed: int = 0
     """Tokens of the prompt that are cached or computed."""
+    evicted_blocks: list[int] = field(default_factory=list)
     left: float = 0.0
     """Tokens of its answer still to come, or seconds of its prefill."""
 
@@ -70,6 +71,9 @@ class Listener(Protocol):
 
 class SimulatedEngine(ABC):
     """Engine with a prefix cache. ``slowness`` multiplies its times; one that ``caches`` nothing says so."""
+
+    shares_at_once = False
+    """True if a prompt shares the blocks of others that are being computed."""
 
     def __init__(self, settings: EngineSettings, cost: CostModel, clock: Clock, listener: Listener) -> None:
         self.settings, self.cost, self.clock, self.listener = settings, cost, clock, listener
@@ -99,13 +103,17 @@ class SimulatedEngine(ABC):
         hit = self.cache.leading(job.chain) if self.caches else 0
         job.hit_blocks, job.hit_tokens = hit, min(hit * BLOCK_TOKENS, job.tokens - 1)
         job.begin_s, job.computed = now_s, job.hit_tokens
+        if self.shares_at_once and self.caches:
+            job.evicted_blocks = self.cache.use(job.chain)
         self.tokens += job.tokens
         self.prefilling.append(job)
 
     def _prefilled(self, job: Job, now_s: float) -> None:
         self.prefilling.remove(job)
         self.decoding += 1
-        evicted = self.cache.use(job.chain) if self.caches else []
+        evicted = job.evicted_blocks
+        if not self.shares_at_once and self.caches:
+            evicted = self.cache.use(job.chain)
         job.left = float(max(0, job.output_tokens - 1))
         job.prefill_s = now_s - job.begin_s
         self.listener.first_token(job, evicted, now_s)
@@ -150,6 +158,8 @@ class FifoEngine(SimulatedEngine):
 
 class SharedEngine(SimulatedEngine):
     """``Job.left``: seconds that its prefill would take alone from here."""
+
+    shares_at_once = True
 
     _at_s = 0.0
     _turn = 0

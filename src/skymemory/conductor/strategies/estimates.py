@@ -241,12 +241,18 @@ class LearnedSpeeds(ServerSpeeds):
     ENOUGH = 4
     ALIKE = 0.15
     """Deviation from the common curve, at the usual prompt, within which a server uses it."""
+    EXPIRES = 64
+    """Observations per server after which a curve that got no new one is dropped: a server that seemed slow is tried
+    again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         # Last observations and curve of each server, and of all servers together.
         self._seen: dict[int, deque[Point]] = {}
         self._fitted: dict[int, Line] = {}
+        self._last: dict[int, int] = {}
+        """``_count`` at a server's last observation."""
         self._lines: dict[int, Line] = {}
         """Curves of servers that differ."""
         self._usual: tuple[float, float] | None = None
@@ -292,6 +298,7 @@ class LearnedSpeeds(ServerSpeeds):
         points.append(point)
         self._together.append(point)
         self._count += 1
+        self._last[slot] = self._count
         before = self._usual or point[:2]
         self._usual = before[0] + (point[0] - before[0]) / 16, before[1] + (point[1] - before[1]) / 16
         # Refit at every observation while they are few, then at every eighth.
@@ -301,8 +308,11 @@ class LearnedSpeeds(ServerSpeeds):
             self._show_common()
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
             self._common = native.fit_prefills(self._together, self._common[2])
-            for fitted in self._fitted:
-                self._compare(fitted)
+            for fitted in list(self._fitted):
+                if self._count - self._last.get(fitted, 0) > self.EXPIRES * len(self._seen):
+                    self._drop(fitted)
+                else:
+                    self._compare(fitted)
             self._show_common()
         elif len(self._together) < self.ENOUGH:
             # Too few points for a curve, but enough to scale the assumed speed.
@@ -327,11 +337,15 @@ class LearnedSpeeds(ServerSpeeds):
 
     def forget(self, slot: int) -> None:
         super().forget(slot)
+        self._drop(slot)
+        self._show_common()
+
+    def _drop(self, slot: int) -> None:
         self._seen.pop(slot, None)
+        self._last.pop(slot, None)
         self._fitted.pop(slot, None)
         if self._lines.pop(slot, None) is not None:
             self._show(slot, _NO_LINE)
-        self._show_common()
 
     def _compare(self, slot: int) -> None:
         """Let a server use its own curve if its usual prompt takes longer or shorter there."""

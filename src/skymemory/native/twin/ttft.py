@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
-HOT = 4
+HOT = 2
 """Chains per server within which the longest match uses what counts as held everywhere: a quarter of its share."""
 SET_BACK_S = 1e9
 FIGURES = struct.Struct("=dddqq")
