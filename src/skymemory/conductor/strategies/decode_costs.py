@@ -85,6 +85,8 @@ class DecodeCosts:
         self._is_streamed = False
         self.usual_tokens = 0.0
         """Recent mean of an answer's tokens; 0: none has ended."""
+        self.usual_s = 0.0
+        """Recent mean of a token's time."""
 
     def began(self, slot: int, now_s: float) -> Mark:
         server = self._servers.setdefault(slot, _Decoding(at_s=now_s))
@@ -157,6 +159,7 @@ class DecodeCosts:
     def _observe(self, server: _Decoding, answers: float, prefilled_s: float, token_s: float) -> None:
         server.seen.append((answers, prefilled_s, token_s))
         self._count += 1
+        self.usual_s += (token_s - self.usual_s) * (0.05 if self.usual_s else 1.0)
         if self._count <= self.EVERY or not self._count % max(self.EVERY, len(self._servers)):
             # As many observations of each server: one that is slow ends few answers.
             self.step = fit_steps([seen for one in self._servers.values() for seen in one.seen])

@@ -396,6 +396,7 @@ class LeastTtft(Indexed):
             self.speeds.observe_first(slot, *seen)
         sent.saved = saved
         if request.streams:
+            self._prices.first_byte(now_s - sent.routed_s)
             self._prices.decoding.prefilled(slot, sent.work_s, now_s)
             sent.decoding = self._prices.decoding.began(slot, now_s)
         self._answers.add(request, server, sent)
@@ -409,6 +410,8 @@ class LeastTtft(Indexed):
         self._prices.due.drop(slot, sent.due)
         if sent.decoding is not None:
             unseen_s = None if request.streams else before_s
+            if not request.streams:
+                self._prices.first_byte(before_s)
             self._prices.decoding.ended(slot, sent.decoding, output_tokens, now_s, unseen_s)
         if not request.streams and output_tokens is not None:
             seconds = now_s - sent.routed_s - sent.wait_s - sent.load.seconds

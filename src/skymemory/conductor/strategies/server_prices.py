@@ -15,8 +15,10 @@ from skymemory.conductor.strategies.decode_costs import DecodeCosts
 from skymemory.conductor.strategies.eviction_price import EvictionPrice
 from skymemory.native.twin.ttft import NO_PRICE, PRICE, Price
 
-GOALS = MappingProxyType({"balanced": 4.0, "ttft": 1.0, "tpot": 16.0, "e2e": math.inf})
-"""Tokens of an answer whose time counts, for requests that are to be quick to their first token, per token, or whole."""
+GOALS = MappingProxyType({"balanced": 4.0, "ttft": 0.5, "tpot": 16.0, "e2e": math.inf})
+"""Weight of a percent of the time per token, where a percent of the time to first token weighs 1; ``e2e``: each second
+weighs the same.
+"""
 _ROW = PRICE.size // 8
 _USUAL_TOKENS = 128.0
 """Of an answer, before any has ended."""
@@ -30,7 +32,7 @@ class ServerPrices:
     def __init__(
         self, goal: str, table: native.PrefixTable | None, per_token_s: Callable[[int], float]
     ) -> None:
-        self._most_tokens = GOALS[goal]
+        self._weight = GOALS[goal]
         self._per_token_s = per_token_s
         self.decoding = DecodeCosts()
         self.eviction = None if table is None else EvictionPrice(table)
@@ -39,12 +41,25 @@ class ServerPrices:
         self.rows = array("d")
         """A ``PRICE`` per slot (``native.TtftRanker``)."""
         self.changes = 0
+        self._ttft_s = 0.0
+        """Recent mean of the times to first token."""
         self._others: dict[int, int] = {}
         """Requests of other routers and clients, by the last report."""
 
     def answer_tokens(self, request: Request) -> float:
         """Return the tokens of a request's answer whose time counts."""
-        return min(self._most_tokens, self._expected_tokens(request)) * request.answers
+        return min(self._counted_tokens, self._expected_tokens(request)) * request.answers
+
+    @property
+    def _counted_tokens(self) -> float:
+        token_s = self.decoding.usual_s
+        if math.isinf(self._weight) or not token_s:
+            return self._weight
+        return self._weight * self._ttft_s / token_s
+
+    def first_byte(self, ttft_s: float) -> None:
+        """Record a time to first token."""
+        self._ttft_s += (ttft_s - self._ttft_s) / 64 if self._ttft_s else ttft_s
 
     def _expected_tokens(self, request: Request) -> float:
         usual = self.decoding.usual_tokens or _USUAL_TOKENS
@@ -82,7 +97,7 @@ class ServerPrices:
         own_s, others_s = decoding.token_s(slot, answers, now_s)
         # A second of prefill holds up each answer under way; of its seconds, as many count as of its tokens.
         usual = decoding.usual_tokens or _USUAL_TOKENS
-        stall = decoding.step.stall * answers * min(1.0, self._most_tokens / usual)
+        stall = decoding.step.stall * answers * min(1.0, self._counted_tokens / usual)
         evict_s = crowd_s = 0.0
         if eviction is not None:
             evict_s = eviction.lost_share(slot) * self._per_token_s(slot)
