@@ -135,7 +135,7 @@ def swept(one: Original, value: float) -> Player:
 
 def scorer_of(player: Player, setup: RoutingSetup) -> tuple[Scorer, CacheEvents | None]:
     if player.strategy == PREDICTED:
-        index = ApproximatePrefixIndex(setup.cache_blocks)
+        index = ApproximatePrefixIndex(setup.engine.cache_blocks)
         return PredictedLatency(index, setup.seed, bool(dict(player.options).get("picks_best", 0))), None
     return strategy_for(player.strategy, setup, ERROR, cost_known=player.name == GIVEN, **dict(player.options))
 

@@ -15,6 +15,7 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.cluster.pool import PrefixCache
+from skymemory_lab.sim.engines import EngineSettings
 from skymemory_lab.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
 from skymemory_lab.sim.trace import TraceRequest
 from skymemory_lab.sim.workload import CONVERSATIONS, generate
@@ -24,7 +25,7 @@ LINEAR = CostModel(
     Machine("a token in a millisecond", 2_000.0, 1.0, 1.0),
     mfu=0.5,
 )
-ONE = RoutingSetup(servers=1, cache_blocks=4, cost=LINEAR, decode_token_s=0.1)
+ONE = RoutingSetup(servers=1, engine=EngineSettings(cache_blocks=4, token_s=0.1), cost=LINEAR, scrape_s=0.2)
 
 
 def asks(at_s: float, ids: Sequence[int], tokens: int, output: int = 10) -> TraceRequest:
@@ -73,7 +74,7 @@ class Watching(Scorer):
 def test_reports_are_as_old_as_the_last_scrape() -> None:
     requests = [asks(at_s, (0,), 600) for at_s in (0.05, 0.1, 0.15, 0.25, 0.7, 2.3, 10.0)]
     watching = Watching()
-    simulate(requests, watching, replace(ONE, decode_token_s=0.1))
+    simulate(requests, watching, ONE)
     seen = [
         (round(now_s, 2), round(r.at_s, 2), r.waiting, r.running, flying) for now_s, r, flying in watching.reports if r
     ]
@@ -82,7 +83,7 @@ def test_reports_are_as_old_as_the_last_scrape() -> None:
         (0.1, 0.0, 0, 0, 1),
         (0.15, 0.0, 0, 0, 2),
         (0.25, 0.2, 2, 1, 3),
-        # 0.65 s: the first is ready, and decodes until 1.65; the second needs its last 88 tokens only: 0.738.
+        # 0.65 s: the first is ready, and decodes until 1.55; the second needs its last 88 tokens only: 0.738.
         (0.7, 0.6, 3, 1, 4),
         (2.3, 2.2, 0, 0, 0),
         (10.0, 10.0, 0, 0, 0),
@@ -107,7 +108,7 @@ class Heard:
 def test_events_add_up_to_what_is_resident() -> None:
     requests = [replace(one, at_s=float(at)) for at, one in enumerate(generate(CONVERSATIONS, 60.0, seed=1))]
     heard, cache = Heard(), PrefixCache(300)
-    simulate(requests, RandomChoice(), RoutingSetup(servers=1, cache_blocks=300), heard)
+    simulate(requests, RandomChoice(), RoutingSetup(servers=1, engine=EngineSettings(cache_blocks=300)), heard)
     for request in requests:
         cache.use(request.blocks())
     assert heard.resident == set(cache) and heard.learned == len(requests)
@@ -152,7 +153,7 @@ def test_the_cache_beside_an_obvious_one_and_closed_under_prefixes(capacity: int
 @pytest.mark.parametrize("scorer", [RandomChoice, RoundRobin, LeastLoad])
 def test_every_request_ends_once_and_equal_seeds_give_equal_runs(scorer: type) -> None:
     requests = generate(CONVERSATIONS, 120.0, seed=2)
-    setup = RoutingSetup(cache_blocks=500, seed=9)
+    setup = RoutingSetup(engine=EngineSettings(cache_blocks=500), seed=9)
     outcomes = simulate(requests, scorer(), setup)
     assert len(outcomes) == len(requests)
     assert [outcome.at_s for outcome in outcomes] == [request.at_s for request in requests]

@@ -13,6 +13,7 @@ import pytest
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.registry import DEFAULT, NAMES, named
 from skymemory_lab.sim.cluster.pool import PrefixCache
+from skymemory_lab.sim.engines import EngineSettings
 from skymemory_lab.sim.routing import (
     WINDOW_REQUESTS,
     EngineEvents,
@@ -23,7 +24,7 @@ from skymemory_lab.sim.routing import (
     strategy_for,
     worst_share,
 )
-from skymemory_lab.sim.trace import TraceRequest
+from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
 from skymemory_lab.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.brief("hash-trie", "least-load", "round-robin", "block-cost", "random")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_runs_and_runs_the_same_again(name: str) -> None:
-    requests, setup = generate(CONVERSATIONS, 60.0, seed=1), RoutingSetup(cache_blocks=300, seed=3)
+    requests, setup = generate(CONVERSATIONS, 60.0, seed=1), RoutingSetup(engine=EngineSettings(cache_blocks=300), seed=3)
     first, again = (simulate(requests, *strategy_for(name, setup, 0.1)[:1], setup) for _ in range(2))
     assert first == again and len(first) == len(requests)
 
@@ -40,7 +41,7 @@ def test_every_strategy_runs_and_runs_the_same_again(name: str) -> None:
 def test_who_hears_events_knows_what_is_resident() -> None:
     """One server, and requests one after the other: in the end the index holds what the cache does."""
     requests = [replace(one, at_s=100.0 * at) for at, one in enumerate(generate(CONVERSATIONS, 40.0, seed=2))]
-    setup = RoutingSetup(servers=1, cache_blocks=400)
+    setup = RoutingSetup(servers=1, engine=EngineSettings(cache_blocks=400))
     scorer, events = strategy_for("precise", setup, 0.0)
     assert isinstance(events, EngineEvents)
     simulate(requests, scorer, setup, events)
@@ -54,14 +55,20 @@ def test_who_hears_events_knows_what_is_resident() -> None:
 
 
 def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> None:
-    """All requests share one long prefix, and one server could do them all: without its guard it gets most of them."""
+    """All requests share one long prefix, and one server could do them all: without its guard it gets most of them, if
+    only events tell of prefixes. Else what is asked for all the time is everywhere.
+    """
     stem = tuple(range(1, 41))
     requests = [TraceRequest(0.3 * at, 41 * 512, 20, (*stem, 1000 + at)) for at in range(500)]
-    setup, shares = RoutingSetup(cache_blocks=2_000, seed=1), []
+    setup, shares = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=1), []
     for options in ({}, {"guard_limit": 100.0}):
-        outcomes = simulate(requests, named(DEFAULT, cost=setup.cost, **options), setup)
+        index = PreciseIndex(BLOCK_TOKENS)
+        scorer = named(DEFAULT, index=index, cost=setup.cost, **options)
+        outcomes = simulate(requests, scorer, setup, EngineEvents(index))
         shares.append(worst_share([(one.at_s, one.server) for one in outcomes], setup.servers))
     assert 1.0 < shares[0] <= 4.0 < shares[1]
+    outcomes = simulate(requests, named(DEFAULT, cost=setup.cost, guard_limit=100.0), setup)
+    assert measured(outcomes, setup.servers).used == setup.servers
 
 
 @pytest.mark.brief("workload0")
@@ -69,7 +76,7 @@ def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> Non
 def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> None:  # type: ignore[no-untyped-def]
     requests = generate(workload, 300.0, seed=77)
     prompts = [as_routed(request) for request in requests]
-    setup = RoutingSetup(cache_blocks=2_000, seed=5)
+    setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=5)
     means = {}
     for name in (DEFAULT, "approximate", "radix", "session", "least-load"):
         scorer, events = strategy_for(name, setup, 0.1)
@@ -88,7 +95,7 @@ def test_answers_that_come_whole_teach_the_default_nothing_wrong(reports_prefill
     prompts = [as_routed(request) for request in requests]
     means = []
     for whole in (0.0, 1.0):
-        setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, reports_prefills=reports_prefills)
+        setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=5, whole=whole, reports_prefills=reports_prefills)
         means.append(measured(simulate(requests, named(DEFAULT), setup, None, prompts), setup.servers, 100.0).mean_s)
     assert max(means) < 1.3 * means[0], means
 
@@ -100,7 +107,7 @@ def test_answers_that_come_whole_teach_the_default_nothing_wrong(reports_prefill
 def test_wrong_speeds_leave_the_default_ahead(factor: float, reports_prefills: bool, whole: float) -> None:
     requests = generate(CONVERSATIONS, 240.0, seed=5)
     prompts = [as_routed(request) for request in requests]
-    setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, reports_prefills=reports_prefills)
+    setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=5, whole=whole, reports_prefills=reports_prefills)
     wrong = replace(setup.cost, mfu=setup.cost.mfu * factor)
     means = [
         measured(simulate(requests, scorer, setup, None, prompts), setup.servers, 100.0).mean_s
@@ -115,7 +122,7 @@ def test_where_all_servers_have_long_queues_the_default_leads() -> None:
     """Past saturation caches are worth the same everywhere: the shortest queue's length times the work saved."""
     requests = [replace(one, at_s=one.at_s / 2.5) for one in generate(CONVERSATIONS, 300.0, seed=6)]
     prompts = [as_routed(request) for request in requests]
-    setup = RoutingSetup(cache_blocks=2_000, seed=5)
+    setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=5)
     means = {}
     for name in (DEFAULT, "lmetric", "least-load"):
         scorer, events = strategy_for(name, setup, 0.1)
