@@ -120,7 +120,7 @@ def test_chances_fall_with_age_and_stay_between_0_and_1(counts: list[tuple[int, 
 
 
 def test_without_eviction_the_chance_is_the_share_that_is_used_again() -> None:
-    """Blocks of three ages, of which none was evicted before the last: Kaplan and Meier's estimate is the plain share."""
+    """Blocks of three ages, of which none was evicted before the last: the estimate is the plain share."""
     assert chances_of_use((4, 3, 1), (0, 0, 2)) == pytest.approx((0.8, 4 / 6, 1 / 3))
 
 
@@ -226,7 +226,7 @@ def answer(picker: Picker, server: str, request: Request, at_s: float, ttft_s: f
 
 
 def taught(goal: str) -> tuple[Picker, Fleet]:
-    """Two servers on which a token takes 20 ms and 10 ms more for each answer beside it; ten answers run at the first."""
+    """Two servers; a token takes 20 ms, and 10 ms more for each answer beside it. Ten answers run at the first."""
     fleet = a_fleet(2)
     picker, now_s = a_picker(fleet, goal=goal, delay_weight=0.0), 0.0
     scorer = picker.scorer

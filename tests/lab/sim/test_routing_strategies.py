@@ -33,7 +33,10 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.brief("hash-trie", "least-load", "round-robin", "block-cost", "random")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_runs_and_runs_the_same_again(name: str) -> None:
-    requests, setup = generate(CONVERSATIONS, 60.0, seed=1), RoutingSetup(engine=EngineSettings(cache_blocks=300), seed=3)
+    requests, setup = (
+        generate(CONVERSATIONS, 60.0, seed=1),
+        RoutingSetup(engine=EngineSettings(cache_blocks=300), seed=3),
+    )
     first, again = (simulate(requests, *strategy_for(name, setup, 0.1)[:1], setup) for _ in range(2))
     assert first == again and len(first) == len(requests)
 
@@ -95,7 +98,9 @@ def test_answers_that_come_whole_teach_the_default_nothing_wrong(reports_prefill
     prompts = [as_routed(request) for request in requests]
     means = []
     for whole in (0.0, 1.0):
-        setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=5, whole=whole, reports_prefills=reports_prefills)
+        setup = RoutingSetup(
+            engine=EngineSettings(cache_blocks=2_000), seed=5, whole=whole, reports_prefills=reports_prefills
+        )
         means.append(measured(simulate(requests, named(DEFAULT), setup, None, prompts), setup.servers, 100.0).mean_s)
     assert max(means) < 1.3 * means[0], means
 
@@ -107,7 +112,9 @@ def test_answers_that_come_whole_teach_the_default_nothing_wrong(reports_prefill
 def test_wrong_speeds_leave_the_default_ahead(factor: float, reports_prefills: bool, whole: float) -> None:
     requests = generate(CONVERSATIONS, 240.0, seed=5)
     prompts = [as_routed(request) for request in requests]
-    setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000), seed=5, whole=whole, reports_prefills=reports_prefills)
+    setup = RoutingSetup(
+        engine=EngineSettings(cache_blocks=2_000), seed=5, whole=whole, reports_prefills=reports_prefills
+    )
     wrong = replace(setup.cost, mfu=setup.cost.mfu * factor)
     means = [
         measured(simulate(requests, scorer, setup, None, prompts), setup.servers, 100.0).mean_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any, Literal, Protocol, cast
 
@@ -57,7 +57,7 @@ class RoutingSetup:
     """Simulated servers, and how late the routers learn their state."""
 
     servers: int = 8
-    engine: EngineSettings = EngineSettings()
+    engine: EngineSettings = field(default_factory=EngineSettings)
     cost: CostModel = LLAMA_70B_8xA800
     scrape_s: float = 1.0
     """Interval of the servers' load reports."""
@@ -214,8 +214,8 @@ class _Simulation:
         return any(fault.kind == kind and fault.server == server and fault.at(now_s) for fault in self._setup.faults)
 
     def _pass(self, now_s: float) -> None:
-        # Give the routers a load report of every server, if a multiple of ``scrape_s`` has passed, and let them exchange
-        # what they know.
+        # Give the routers a load report of every server, if a multiple of ``scrape_s`` has passed, and let them
+        # exchange what they know.
         setup = self._setup
         exchanges = math.floor(now_s / setup.exchange_s)
         if self._exchange is not None and exchanges != self._exchanges:

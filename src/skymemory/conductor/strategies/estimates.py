@@ -16,7 +16,6 @@ from skymemory.conductor.picker import PrefillTotals, Server
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import delays_s
 
-
 Point = tuple[float, float, float]
 """Prompt tokens, cached tokens, seconds."""
 
@@ -229,6 +228,8 @@ Line = tuple[float, float, float]
 UNKNOWN: Line = (0.02, 1e-4, 0.0)
 """Initial curve, in which only proportions matter."""
 _NO_LINE: Line = (math.nan, math.nan, math.nan)
+
+
 class LearnedSpeeds(ServerSpeeds):
     """Curve per server through its latest observations, robust to outliers.
 

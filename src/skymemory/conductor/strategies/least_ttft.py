@@ -428,9 +428,9 @@ class LeastTtft(Indexed):
 
     def _judge(self, prompt: Prompt, server: Server, believed_blocks: int, cached_tokens: int) -> None:
         # Compare what a server had of a prompt with what was believed.
-        if self._prices.trust.reported(server.slot, believed_blocks * prompt.block_tokens, cached_tokens):
-            if isinstance(self.index, ApproximatePrefixIndex):  # events tell of an emptied cache by themselves
-                self.index.forget(server.slot)
+        is_denied = self._prices.trust.reported(server.slot, believed_blocks * prompt.block_tokens, cached_tokens)
+        if is_denied and isinstance(self.index, ApproximatePrefixIndex):  # events tell of an emptied cache themselves
+            self.index.forget(server.slot)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         sent = self.arrived(request, server)

@@ -29,9 +29,7 @@ _PATIENCE = 3.0
 class ServerPrices:
     """A ``Price`` for each slot, kept up to date as requests come and go. ``per_token_s``: prefill at a slot."""
 
-    def __init__(
-        self, goal: str, table: native.PrefixTable | None, per_token_s: Callable[[int], float]
-    ) -> None:
+    def __init__(self, goal: str, table: native.PrefixTable | None, per_token_s: Callable[[int], float]) -> None:
         self._weight = GOALS[goal]
         self._per_token_s = per_token_s
         self.decoding = DecodeCosts()

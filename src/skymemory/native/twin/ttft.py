@@ -54,9 +54,7 @@ class Price(NamedTuple):
     def of(self, work_s: float, tokens: int, new_tokens: int, answer_tokens: float) -> float:
         """Return the price of ``work_s`` of prefill of ``tokens``, of which some are new there, and of an answer."""
         share = new_tokens / tokens if tokens else 0.0
-        return (
-            answer_tokens * self.token_s + work_s * self.stall + new_tokens * self.evict_s + share * self.crowd_s
-        )
+        return answer_tokens * self.token_s + work_s * self.stall + new_tokens * self.evict_s + share * self.crowd_s
 
     def late_s(self, now_s: float) -> float:
         return max(0.0, now_s - self.due_s)
@@ -125,8 +123,8 @@ class TtftRanker:
         hear: Callable[[list[Any]], object],
     ) -> Ranked:
         """Rank ``servers`` for a prompt. ``held``: the table to match ``blocks`` in, or each server's number of them.
-        ``curves``: a ``CURVE`` for all slots, then optionally for each (NaN: the first applies). ``prices``: a ``PRICE``
-        for each slot, as far as there are some. ``hear`` is called with servers that have a new report.
+        ``curves``: a ``CURVE`` for all slots, then optionally for each (NaN: the first applies). ``prices``: a
+        ``PRICE`` for each slot, as far as there are some. ``hear`` is called with servers that have a new report.
         """
         if not servers:
             raise ValueError("no servers to rank")
