@@ -120,9 +120,9 @@ ORIGINALS = (
         "vLLM production-stack: prefixaware",
         "production-stack@a6c01db src/vllm_router/routers/routing_logic.py, src/vllm_router/prefix/hashtrie.py",
         published={"min_match_ratio": 0.0, "load_factor": NO_BOUND},
-        setting="load_factor",
-        values=(1.0, 1.5, 2.0, 4.0),
-        swept=4.0,
+        setting="min_match_tokens",
+        values=(512, 1_024, 2_048, 4_096, 8_192),
+        swept=2_048,
     ),
     Original(
         "load-aware",

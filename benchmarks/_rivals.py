@@ -95,7 +95,7 @@ class Affinity(TokenLoad):
 
     Source: llm-d's ``prefix-cache-affinity-filter`` before ``token-load-scorer``, as in its guide *optimized baseline*.
     Settings: ``affinity_threshold``, 0.80, the part held; ``penalty_s``, 18, how much later; ``prefill_tokens_per_s``,
-    15,928, by which tokens under way become seconds, measured by its authors on Qwen 32B and to be measured anew for
+    15,928, by which tokens under way become seconds, measured by its authors on Qwen 32B and to be measured for
     each model: swept. ``explorationProbability`` is 0.
     """
 
@@ -149,7 +149,7 @@ class NoHitLru(Approximate):
     def __init__(self, index: ApproximatePrefixIndex, no_hit_weight: float = 2.0) -> None:
         super().__init__(index, ApproximateSettings())
         self._weight = no_hit_weight
-        # Slots by their last prompt that nobody held, the longest ago first.
+        # Slots by their last prompt that no server held, the longest ago first.
         self._last: OrderedDict[int, None] = OrderedDict()
         self._ranked: tuple[Request | None, bool] = None, False
 
@@ -206,7 +206,7 @@ class StickyLeastLoaded(Scorer):
         slot, last_s = self._sessions.get(session, (-1, now_s)) if session else (-1, now_s)
         stays = now_s - last_s < self._expires_s and any(server.slot == slot for server in servers)
         counts = [self._counts[server.slot] for server in servers]
-        if slot >= 0 and not stays:  # its place is free before it is given anew
+        if slot >= 0 and not stays:  # its place is free before it is given again
             counts = [count - (server.slot == slot) for count, server in zip(counts, servers, strict=True)]
         blocks = request.prompt.blocks
         word = session.encode() or (int(blocks[-1]).to_bytes(8, "little") if len(blocks) else b"")
@@ -246,7 +246,7 @@ class LoadAware(OfTable):
     """The part of the prompt held, less ``beta`` times how far a server's requests are above the mean, relative to the
     mean (at least 1); of equal scores the first name.
 
-    Where nobody holds anything: by the session's hash, without a session the fewest requests sent within a minute.
+    Where no server holds anything: by the session's hash, without a session the fewest requests sent within a minute.
     Source: ``loadaware`` of vLLM's production-stack, which asks LMCache's controller: here engines' events. Setting:
     ``beta``, 1: swept.
     """

@@ -118,7 +118,7 @@ def test_precise_affinity_believes_what_was_sent_for_two_seconds(rivals: ModuleT
     assert first.server not in {picker.pick(asked, 2.0).server for _ in range(20)}, "no event has come"
 
 
-def test_no_hit_lru_spreads_prompts_that_nobody_holds(rivals: ModuleType) -> None:
+def test_no_hit_lru_spreads_prompts_that_no_server_holds(rivals: ModuleType) -> None:
     fleet = a_fleet(3)
     scorer, _ = rivals.rival("no-hit-lru")
     picker = Picker(fleet, scorer, seed=1)
@@ -128,7 +128,7 @@ def test_no_hit_lru_spreads_prompts_that_nobody_holds(rivals: ModuleType) -> Non
     assert [serve(picker, a_request((text, 5))).server for text in (1, 2, 3, 4)] == ["s0", "s1", "s2", "s0"]
     cold = scores(scorer, a_request((9, 5)), fleet)
     assert cold == pytest.approx({"s1": weighted + 2, "s2": weighted + 1, "s0": weighted})
-    # Somebody holds its beginning: all count a half, and it is not remembered.
+    # A server holds its beginning: all count a half, and it is not remembered.
     warm = scores(scorer, a_request((2, 5)), fleet)
     assert warm == pytest.approx({"s0": weighted + 1, "s1": weighted + 1 + 3, "s2": weighted + 1})
     assert serve(picker, a_request((2, 5))).server == "s1"
@@ -171,7 +171,7 @@ def test_ties_of_sessions_are_broken_by_their_hash(rivals: ModuleType) -> None:
     assert first[0] == first[1] and len(set(first[0])) == 4
 
 
-def test_an_idle_session_is_given_anew(rivals: ModuleType) -> None:
+def test_an_idle_session_is_given_again(rivals: ModuleType) -> None:
     fleet = a_fleet(2)
     scorer, _ = rivals.rival("sticky-least-loaded", expires_s=100.0)
     picker = Picker(fleet, scorer, seed=1)
@@ -222,7 +222,7 @@ def test_loads_are_relative_to_the_whole_fleet(rivals: ModuleType) -> None:
     assert dict(ranking.weights)["benefit less load"] == pytest.approx([-3.0, 1.0 + 1 / 2_048, 1.0, 1.0])
 
 
-def test_where_nobody_holds_anything_the_session_or_the_rate_decides(rivals: ModuleType) -> None:
+def test_where_no_server_holds_anything_the_session_or_the_rate_decides(rivals: ModuleType) -> None:
     fleet = a_fleet(3)
     scorer, events = rivals.rival("load-aware")
     picker = Picker(fleet, scorer, seed=1)
