@@ -84,6 +84,7 @@ ORIGINALS = (
         f"{ROUTER} {PLUGINS}/scheduling/filter/prefixcacheaffinity; {GUIDES}/optimized-baseline",
         setting="prefill_tokens_per_s",
         values=(500.0, 1_000.0, 2_000.0, 4_000.0, 8_940.0),
+        swept=4_000.0,
     ),
     Original(
         "precise-affinity",
@@ -91,6 +92,7 @@ ORIGINALS = (
         f"{ROUTER} {PLUGINS}/scheduling/filter/prefixcacheaffinity; {GUIDES}/precise-prefix-cache-routing (PR 2071)",
         setting="prefill_tokens_per_s",
         values=(500.0, 1_000.0, 2_000.0, 4_000.0, 8_940.0),
+        swept=8_940.0,
     ),
     Original(
         "no-hit-lru",
@@ -122,7 +124,7 @@ ORIGINALS = (
         published={"min_match_ratio": 0.0, "load_factor": NO_BOUND},
         setting="min_match_tokens",
         values=(512, 1_024, 2_048, 4_096, 8_192),
-        swept=2_048,
+        swept=1_024,
     ),
     Original(
         "load-aware",
@@ -130,6 +132,7 @@ ORIGINALS = (
         "production-stack src/vllm_router/routers/routing_logic.py (PR 1035)",
         setting="beta",
         values=(0.1, 0.25, 0.5, 2.0, 4.0),
+        swept=0.25,
     ),
     Original(
         "sticky-least-loaded",
