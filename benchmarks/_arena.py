@@ -132,7 +132,7 @@ ORIGINALS = (
         "production-stack src/vllm_router/routers/routing_logic.py (PR 1035)",
         setting="beta",
         values=(0.1, 0.25, 0.5, 2.0, 4.0),
-        swept=0.25,
+        swept=0.5,
     ),
     Original(
         "sticky-least-loaded",
