@@ -145,7 +145,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "out").read_text("utf-8"))
     rows = {row["player"]: row for row in made["rows"]}
-    assert set(rows) == {DEFAULT, f"{DEFAULT}, given speeds", "radix", "hash-trie", "hash-trie, load_factor 4"}
+    assert set(rows) == {DEFAULT, f"{DEFAULT}, given speeds", "radix", "hash-trie", "hash-trie, min_match_tokens 1024"}
     (verdict,) = made["verdicts"]
     assert verdict["ratio"] < 1 and verdict["ours_s"] == rows[DEFAULT]["mean_s"] and made["seeds"] == [5, 6]
     assert rows[DEFAULT]["worst_share"] <= 4.0 and f"**{DEFAULT}**" in done.stdout
