@@ -131,7 +131,7 @@ def a_table(capacity: int = 8) -> native.PrefixTable:
 def test_room_costs_nothing_and_what_comes_again_its_computation() -> None:
     table = a_table()
     price = EvictionPrice(table)
-    for _ in range(40):  # slot 0: eight blocks in turn, for ever; slot 1 has room
+    for _ in range(40):  # slot 0: eight blocks in turn, again and again; slot 1 has room
         for number in range(8):
             table.learn(0, a_request((number, 1)).prompt.blocks)
     table.learn(1, a_request((1, 1)).prompt.blocks)

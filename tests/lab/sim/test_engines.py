@@ -177,13 +177,13 @@ class Corrected(RandomChoice):
 
 
 def test_usage_is_true_but_of_a_liar() -> None:
-    told = {}
+    given = {}
     for kind in ("uncached", "lying"):
         scorer = Corrected()
         simulate(every_second(3), scorer, replace(TWO, servers=1, faults=(Fault(kind, 0),)))  # type: ignore[arg-type]
-        told[kind] = scorer.cached
+        given[kind] = scorer.cached
         assert all(report.running == report.waiting == 0 for report in scorer.reports) or kind != "lying"
-    assert told == {"uncached": [0, 0, 0], "lying": [1023, 1023, 1023]}
+    assert given == {"uncached": [0, 0, 0], "lying": [1023, 1023, 1023]}
 
 
 def test_requests_come_to_each_router_and_state_is_exchanged_but_in_an_outage() -> None:

@@ -59,7 +59,7 @@ def test_who_hears_events_knows_what_is_resident() -> None:
 
 def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> None:
     """All requests share one long prefix, and one server could do them all: without its guard it gets most of them, if
-    only events tell of prefixes. Else what is asked for all the time is everywhere.
+    it knows of prefixes by events alone. Else a prefix of all requests is soon everywhere.
     """
     stem = tuple(range(1, 41))
     requests = [TraceRequest(0.3 * at, 41 * 512, 20, (*stem, 1000 + at)) for at in range(500)]

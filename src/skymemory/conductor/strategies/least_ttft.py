@@ -429,7 +429,7 @@ class LeastTtft(Indexed):
     def _judge(self, prompt: Prompt, server: Server, believed_blocks: int, cached_tokens: int) -> None:
         # Compare what a server had of a prompt with what was believed.
         is_denied = self._prices.trust.reported(server.slot, believed_blocks * prompt.block_tokens, cached_tokens)
-        if is_denied and isinstance(self.index, ApproximatePrefixIndex):  # events tell of an emptied cache themselves
+        if is_denied and isinstance(self.index, ApproximatePrefixIndex):  # events report an emptied cache
             self.index.forget(server.slot)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
