@@ -11,7 +11,8 @@ from _predicted_latency import PredictedLatency
 from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
-from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
+from skymemory_lab.sim.routed_strategies import strategy_for
+from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed
 from skymemory_lab.sim.trace import TraceRequest, jittered, read_trace
 from skymemory_lab.sim.workload import WORKLOADS, generate
 

@@ -24,7 +24,7 @@ LINEAR = CostModel(
     Machine("a token in a millisecond", 2_000.0, 1.0, 1.0),
     mfu=0.5,
 )
-ONE = RoutingSetup(servers=1, cache_blocks=4, cost=LINEAR, decode_token_s=0.1)
+ONE = RoutingSetup(servers=1, cache_blocks=4, cost=LINEAR, decode_token_s=0.1, scrape_s=0.2)
 
 
 def asks(at_s: float, ids: Sequence[int], tokens: int, output: int = 10) -> TraceRequest:

@@ -13,16 +13,9 @@ import pytest
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.registry import DEFAULT, NAMES, named
 from skymemory_lab.sim.cluster.pool import PrefixCache
-from skymemory_lab.sim.routing import (
-    WINDOW_REQUESTS,
-    EngineEvents,
-    RoutingSetup,
-    as_routed,
-    measured,
-    simulate,
-    strategy_for,
-    worst_share,
-)
+from skymemory_lab.sim.routed_strategies import EngineEvents, strategy_for
+from skymemory_lab.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
+from skymemory_lab.sim.routing_metrics import WINDOW_REQUESTS
 from skymemory_lab.sim.trace import TraceRequest
 from skymemory_lab.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
 
