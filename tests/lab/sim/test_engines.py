@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, LLAMA_70B_8xA100, Machine
-from skymemory.conductor.picker import Ranking, ReportedLoad, Scorer, Server
-from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice
+from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA100, LLAMA_70B_8xA800, Machine
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, EngineJob, SharedEngine, SimulatedEngine
+from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, EngineJob, SimulatedEngine
 from skymemory_lab.sim.held_cache import HeldCache, Room
-from skymemory_lab.sim.routing import Fault, RoutingSetup, measured, simulate
+from skymemory_lab.sim.routing import Fault, RoutingSetup
 from skymemory_lab.sim.step_engine import StepEngine
 from skymemory_lab.sim.trace import TraceRequest
-from skymemory_lab.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
 
 LINEAR = CostModel(
     replace(LLAMA_70B_8xA800.shape, layers=1, width=1, attention_flops=0.0, weight_flops=1.0),
