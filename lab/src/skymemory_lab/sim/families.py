@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from skymemory_lab.sim.distributions import Bursts, LogNormal, Popularity, Quantiles
 from skymemory_lab.sim.workload import WORKLOADS, Workload
 
-_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 _NO_PAUSE = LogNormal(1, 0.0, 1, 1)
 _NO_SYSTEM = LogNormal(0, 0.0, 0, 0)
 
@@ -77,7 +77,7 @@ SESSIONS = Workload(
     question=_between(500, 1_500),
     goes_on=1.0,
     message=_between(500, 1_500),
-    pause=LogNormal(18, 0.5, 9, 120),
+    pause=LogNormal(12, 0.5, 9, 120),
     answer=_between(50, 200),
     curt_share=0.0,
 )
@@ -100,15 +100,15 @@ AZURE_CODE = _independent(
     "azure-code",
     20.0,
     1 / 13.2,
-    _quantiles((3, 147, 386, 770, 1_075, 1_469, 1_909, 2_433, 3_192, 5_188, 7_303, 7_436, 7_437)),
-    _quantiles((6, 7, 8, 9, 11, 13, 16, 20, 29, 55, 90, 251, 1_899)),
+    _quantiles((3, 147, 386, 770, 1_075, 1_469, 1_909, 2_433, 3_192, 5_188, 7_303, 7_436, 7_437, 7_437)),
+    _quantiles((6, 7, 8, 9, 11, 13, 16, 20, 29, 55, 90, 251, 825, 1_899)),
 )
 AZURE_CHAT = _independent(
     "azure-chat",
     28.0,
     1 / 1.39,
-    _quantiles((2, 207, 387, 403, 703, 1_020, 1_071, 1_130, 1_315, 2_735, 4_083, 4_142, 14_050)),
-    _quantiles((7, 54, 77, 91, 103, 129, 177, 384, 400, 424, 451, 601, 1_000)),
+    _quantiles((2, 207, 387, 403, 703, 1_020, 1_071, 1_130, 1_315, 2_735, 4_083, 4_142, 6_179, 14_050)),
+    _quantiles((7, 54, 77, 91, 103, 129, 177, 384, 400, 424, 451, 601, 954, 1_000)),
 )
 BURSTGPT = _independent("burstgpt", 25.0, 0.5, LogNormal(463, 1.0, 10, 8_000), LogNormal(253, 0.8, 5, 2_000))
 FAMILIES = WORKLOADS | {

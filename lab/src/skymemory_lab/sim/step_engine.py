@@ -1,4 +1,4 @@
-"""Engine of steps, as vLLM with chunked prefill: a step computes a token of each running answer, and chunks of prompts."""
+"""Engine of steps, as vLLM with chunked prefill: a step computes a token of each answer, and chunks of prompts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepEngine(RoomyEngine):
         self._at(end_s, lambda at_s: self._end_steps(at_s) if plan == self._plan else None)
 
     def _begin(self, now_s: float) -> None:
-        # Plan the next steps: of answers alone, of the first prompt's whole budgets, or a single one of several prompts.
+        # Plan the next steps: of answers alone, of whole budgets for the first prompt, or one of several prompts.
         self._plan_s, self._chunks, self._planned = now_s, [], 0
         answers = len(self._decoding)
         decode_s, budget = self._decode_s(answers), STEP_TOKENS - answers
@@ -128,7 +128,9 @@ class StepEngine(RoomyEngine):
         for job in running:
             self._release(job)
         jobs = [*running, *self._queue]
-        for members in (self._queue, self._prefilling, self._decoding, self._chunks):
-            members.clear()  # type: ignore[attr-defined]
+        self._queue.clear()
+        self._prefilling.clear()
+        self._decoding.clear()
+        self._chunks = []
         self._planned = 0
         return jobs
