@@ -14,9 +14,9 @@ from skymemory.conductor.picker import Ranking, ReportedLoad, Scorer, Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, EngineJob, SharedEngine, SimulatedEngine
-from skymemory_lab.sim.held_cache import HeldCache, Room
-from skymemory_lab.sim.routing import Fault, RoutingSetup, measured, simulate
+from skymemory_lab.sim.cluster.held_cache import HeldCache, HeldRoom
+from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, SharedEngine, SimulatedEngine, SimulatedJob
+from skymemory_lab.sim.routing import RoutingSetup, ServerFault, measured, simulate
 from skymemory_lab.sim.step_engine import StepEngine
 from skymemory_lab.sim.trace import TraceRequest
 from skymemory_lab.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
@@ -28,19 +28,19 @@ LINEAR = CostModel(
 )
 
 
-class Told:
-    """All that an engine tells."""
+class Log:
+    """Events of an engine."""
 
     def __init__(self) -> None:
         self.first_s: dict[int, float] = {}
         self.end_s: dict[int, float] = {}
         self.resident: set[int] = set()
 
-    def on_first_token(self, engine: SimulatedEngine, job: EngineJob, now_s: float) -> None:
+    def on_first_token(self, engine: SimulatedEngine, job: SimulatedJob, now_s: float) -> None:
         assert job.request.session not in self.first_s
         self.first_s[job.request.session] = now_s
 
-    def on_answer_end(self, engine: SimulatedEngine, job: EngineJob, now_s: float) -> None:
+    def on_answer_end(self, engine: SimulatedEngine, job: SimulatedJob, now_s: float) -> None:
         assert job.request.session not in self.end_s
         self.end_s[job.request.session] = now_s
 
@@ -53,23 +53,23 @@ class Told:
         self.resident.update(chain)
 
 
-def play(kind: type[Any], requests: Sequence[TraceRequest], setup: RoutingSetup) -> Told:
-    told, clock = Told(), Clock()
-    engine = kind(0, setup, clock.at, told)
+def play(kind: type[Any], requests: Sequence[TraceRequest], setup: RoutingSetup) -> Log:
+    log, clock = Log(), Clock()
+    engine = kind(0, setup, clock.at, log)
     for request in requests:
         clock.run(request.at_s)
-        engine.arrive(EngineJob(request, request.blocks()), request.at_s)
+        engine.arrive(SimulatedJob(request, request.blocks()), request.at_s)
     clock.run()
     assert engine.waiting == engine.running == 0 and engine.kv_usage == 0
-    assert engine.prefills.requests == len(requests) == len(told.end_s) == len(told.first_s)
+    assert engine.prefills.requests == len(requests) == len(log.end_s) == len(log.first_s)
     assert engine.prefills.tokens == sum(request.input_tokens for request in requests)
-    return told
+    return log
 
 
 @dataclass(slots=True, eq=False)
 class Running:
     request: TraceRequest
-    room: Room
+    room: HeldRoom
     hit: int
     at: int
     made: int = 0
@@ -135,45 +135,52 @@ def drawn(seed: int, rate_per_s: float) -> list[TraceRequest]:
     return requests
 
 
+SLOW_TWICE = (ServerFault("slow", 0, 20.0, 45.0, 3.0), ServerFault("slow", 0, 40.0, 60.0, 0.5))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rate_per_s", [0.3, 3.0])
 @pytest.mark.parametrize("blocks", [100, 5_000])
-@pytest.mark.parametrize("faults", [(), (Fault("slow", 0, 20.0, 45.0, 3.0), Fault("slow", 0, 40.0, 60.0, 0.5))])
+@pytest.mark.parametrize(
+    "faults", [(), (ServerFault("slow", 0, 20.0, 45.0, 3.0), ServerFault("slow", 0, 40.0, 60.0, 0.5))]
+)
 def test_steps_taken_together_are_those_taken_one_by_one(
-    seed: int, rate_per_s: float, blocks: int, faults: tuple[Fault, ...]
+    seed: int, rate_per_s: float, blocks: int, faults: tuple[ServerFault, ...]
 ) -> None:
     cost = LLAMA_70B_8xA800 if seed % 2 else replace(LLAMA_70B_8xA100, cached_token_s=1e-6)
     setup = RoutingSetup(engine="chunk", cache_blocks=blocks, cost=cost, decode_more_s=1e-3, faults=faults)
     requests = drawn(seed, rate_per_s)
-    told = play(StepEngine, requests, setup)
+    log = play(StepEngine, requests, setup)
     first_s, end_s = naive_steps(requests, setup)
-    assert told.first_s == pytest.approx(first_s, abs=1e-7) and told.end_s == pytest.approx(end_s, abs=1e-7)
+    assert log.first_s == pytest.approx(first_s, abs=1e-7) and log.end_s == pytest.approx(end_s, abs=1e-7)
 
 
 def test_a_step_by_hand() -> None:
     """Prompts of 3,000 and 100 tokens at a millisecond each: the second gets the rest of the second step."""
     requests = [TraceRequest(0.0, 3_000, 3, (1, 2, 3, 4, 5, 6), 0), TraceRequest(0.1, 100, 1, (9,), 1)]
     setup = RoutingSetup(engine="chunk", cost=LINEAR, decode_token_s=0.5, decode_more_s=0.25)
-    told = play(StepEngine, requests, setup)
-    assert told.first_s == pytest.approx({0: 3.1, 1: 3.1}) and told.end_s == pytest.approx({0: 4.1, 1: 3.1})
+    log = play(StepEngine, requests, setup)
+    assert log.first_s == pytest.approx({0: 3.1, 1: 3.1}) and log.end_s == pytest.approx({0: 4.1, 1: 3.1})
 
 
 def test_an_answer_slows_and_is_slowed() -> None:
     """An answer takes its token of the budget in each step with the other's prompt."""
     requests = [TraceRequest(0.0, 500, 100, (1,), 0), TraceRequest(0.6, 2_500, 2, (2, 3, 4, 5, 6), 1)]
     setup = RoutingSetup(engine="chunk", cost=LINEAR, decode_token_s=0.5, decode_more_s=0.25)
-    told = play(StepEngine, requests, setup)
+    log = play(StepEngine, requests, setup)
     # The first step of the answer ends at 1.0; then steps with 2,047 and 453 tokens of the prompt.
-    assert told.first_s == pytest.approx({0: 0.5, 1: 1.0 + 2.5 + 2 * 0.5})
-    assert told.end_s == pytest.approx({0: 0.5 + 99 * 0.5 + 2.5 + 0.25, 1: 4.5 + 0.75})
+    assert log.first_s == pytest.approx({0: 0.5, 1: 1.0 + 2.5 + 2 * 0.5})
+    assert log.end_s == pytest.approx({0: 0.5 + 99 * 0.5 + 2.5 + 0.25, 1: 4.5 + 0.75})
 
 
 def test_shares_by_hand() -> None:
     """Two prompts of 1,000 tokens, half a second apart: each at half speed while both are there."""
     requests = [TraceRequest(0.0, 1_000, 10, (1, 2), 0), TraceRequest(0.5, 1_000, 10, (3, 4), 1)]
-    told = play(SharedEngine, requests, RoutingSetup(engine="shared", cost=LINEAR, decode_token_s=0.1))
-    assert told.first_s == pytest.approx({0: 1.5, 1: 2.0}) and told.end_s == pytest.approx({0: 2.5, 1: 3.0})
-    slow = RoutingSetup(engine="shared", cost=LINEAR, decode_token_s=0.1, faults=(Fault("slow", 0, 1.0, 2.0, 2.0),))
+    log = play(SharedEngine, requests, RoutingSetup(engine="shared", cost=LINEAR, decode_token_s=0.1))
+    assert log.first_s == pytest.approx({0: 1.5, 1: 2.0}) and log.end_s == pytest.approx({0: 2.5, 1: 3.0})
+    slow = RoutingSetup(
+        engine="shared", cost=LINEAR, decode_token_s=0.1, faults=(ServerFault("slow", 0, 1.0, 2.0, 2.0),)
+    )
     # By 1.0 s the first has had 0.75 s of its second, by 2.0 s all; the second has its half by then, too.
     assert play(SharedEngine, requests, slow).first_s == pytest.approx({0: 2.0, 1: 2.5})
 
@@ -187,9 +194,9 @@ def test_requests_wait_for_room(kind: type[Any]) -> None:
         TraceRequest(0.2, 51_200, 100, tuple(range(10, 110)), 2),
     ]
     setup = RoutingSetup(engine="chunk", cost=LINEAR, cache_blocks=8, decode_token_s=0.1)
-    told = play(kind, requests, setup)
-    assert told.end_s[0] < told.first_s[1] < told.end_s[1] < told.first_s[2]
-    assert told.first_s[1] == pytest.approx(told.end_s[0] + 2.048) and len(told.resident) <= 8
+    log = play(kind, requests, setup)
+    assert log.end_s[0] < log.first_s[1] < log.end_s[1] < log.first_s[2]
+    assert log.first_s[1] == pytest.approx(log.end_s[0] + 2.048) and len(log.resident) <= 8
 
 
 def test_what_running_requests_hold_stays() -> None:
@@ -266,18 +273,18 @@ ALONE = RoutingSetup(servers=1, cost=LINEAR, cache_blocks=50, decode_token_s=0.1
 
 @pytest.mark.parametrize("engine", ["fifo", "chunk", "shared"])
 @pytest.mark.parametrize("whole", [0.0, 1.0])
-def test_usage_is_told_at_the_end_of_an_answer(engine: Any, whole: float) -> None:
+def test_usage_is_reported_at_the_end_of_an_answer(engine: Any, whole: float) -> None:
     learning = Learning()
     simulate(in_turn(3, 10.0), learning, replace(ALONE, engine=engine, whole=whole))
-    told, silent = [0, 1_023, 1_023], [None] * 3
-    assert (learning.first, learning.corrections) == ((told, []) if whole else (silent, told))
+    log, silent = [0, 1_023, 1_023], [None] * 3
+    assert (learning.first, learning.corrections) == ((log, []) if whole else (silent, log))
 
 
 @pytest.mark.parametrize("engine", ["fifo", "chunk", "shared"])
 @pytest.mark.parametrize("whole", [0.0, 1.0])
 def test_a_hung_server_s_requests_end_by_timeout(engine: Any, whole: float) -> None:
     """Answers under way are cut off; so is what is sent until the server works again."""
-    hung = Fault("hung", 0, from_s=12.0, until_s=25.0)
+    hung = ServerFault("hung", 0, from_s=12.0, until_s=25.0)
     learning = Learning()
     requests = in_turn(7, 5.0, output=30)  # the third, at 10 s, is being answered at 12 s
     setup = replace(ALONE, engine=engine, whole=whole, faults=(hung,), timeout_s=60.0)
@@ -297,7 +304,7 @@ def test_a_hung_server_s_requests_end_by_timeout(engine: Any, whole: float) -> N
 @pytest.mark.parametrize("engine", ["fifo", "chunk", "shared"])
 def test_what_an_emptied_cache_held_is_computed_again(engine: Any) -> None:
     outcomes = simulate(
-        in_turn(4, 10.0), RandomChoice(), replace(ALONE, engine=engine, faults=(Fault("emptied", 0, 15),))
+        in_turn(4, 10.0), RandomChoice(), replace(ALONE, engine=engine, faults=(ServerFault("emptied", 0, 15),))
     )
     assert [one.hit_blocks for one in outcomes] == [0, 2, 0, 2]
 
@@ -306,7 +313,7 @@ def test_what_an_emptied_cache_held_is_computed_again(engine: Any) -> None:
 def test_a_liar_reports_hits_and_no_load(engine: Any) -> None:
     for kind, usage in (("uncached", 0), ("liar", 1_024)):
         learning = Learning()
-        setup = replace(ALONE, engine=engine, faults=(Fault(kind, 0, 5.0, 35.0),))  # type: ignore[arg-type]
+        setup = replace(ALONE, engine=engine, faults=(ServerFault(kind, 0, 5.0, 35.0),))  # type: ignore[arg-type]
         outcomes = simulate(in_turn(5, 10.0, output=95), learning, setup)
         # From 5 s on nothing is cached, though blocks of the first request are still there.
         assert [one.hit_blocks for one in outcomes] == [0, 0, 0, 0, 2]
@@ -317,7 +324,7 @@ def test_a_liar_reports_hits_and_no_load(engine: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["fifo", "chunk", "shared"])
 def test_a_slow_server_takes_its_factor(engine: Any) -> None:
-    setup = replace(ALONE, engine=engine, faults=(Fault("slow", 0, 95.0, 150.0, 3.0),))
+    setup = replace(ALONE, engine=engine, faults=(ServerFault("slow", 0, 95.0, 150.0, 3.0),))
     quick, slow = (simulate(in_turn(2, 100.0), RandomChoice(), setup)[at] for at in (0, 1))
     assert slow.ttft_s == pytest.approx(0.003) and quick.ttft_s == pytest.approx(1.024)
     assert slow.answer_s - slow.ttft_s == pytest.approx(3 * (quick.answer_s - quick.ttft_s))

@@ -12,7 +12,7 @@ import pytest
 
 from skymemory.conductor.strategies.registry import named
 from skymemory.errors import InvalidInput
-from skymemory_lab.sim.distributions import Bursts, Quantiles
+from skymemory_lab.sim.distributions import Bursts, QuantileLengths
 from skymemory_lab.sim.families import AZURE_CHAT, AZURE_CODE, BURSTGPT, BURSTS, FAMILIES, SESSIONS, SHARED_PROMPT
 from skymemory_lab.sim.routing import RoutingSetup, measured, simulate
 from skymemory_lab.sim.trace import TraceRequest
@@ -89,7 +89,7 @@ def test_a_warp_keeps_order_and_the_mean_rate() -> None:
 
 def test_quantiles_are_met() -> None:
     dice = random.Random(1)
-    drawn = [Quantiles(((0.0, 10), (0.5, 20), (1.0, 1_020))).draw(dice) for _ in range(20_000)]
+    drawn = [QuantileLengths(((0.0, 10), (0.5, 20), (1.0, 1_020))).draw(dice) for _ in range(20_000)]
     assert np.percentile(drawn, [0, 25, 75, 100]) == pytest.approx([10, 15, 520, 1_020], rel=0.05)
 
 

@@ -13,7 +13,7 @@ from skymemory.conductor.strategies.registry import named
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.routed_strategies import EngineEvents, strategy_for
-from skymemory_lab.sim.routing import Fault, RoutingSetup, measured, simulate
+from skymemory_lab.sim.routing import RoutingSetup, ServerFault, measured, simulate
 from skymemory_lab.sim.trace import TraceRequest
 from skymemory_lab.sim.workload import TENANTS, generate
 
@@ -103,14 +103,14 @@ def test_refuses_routers_without_a_strategy_each_and_impossible_settings() -> No
         {"engine": "steam"},
         {"timeout_s": 0.0},
         {"decode_more_s": -1.0},
-        {"faults": (Fault("slow", 2),)},
+        {"faults": (ServerFault("slow", 2),)},
     ):
         with pytest.raises(InvalidInput):
             replace(THREE, **wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="from_s before until_s"):
-        Fault("hung", 0, 5.0, 5.0)
+        ServerFault("hung", 0, 5.0, 5.0)
     with pytest.raises(InvalidInput, match="factor"):
-        Fault("slow", 0, factor=0.0)
+        ServerFault("slow", 0, factor=0.0)
 
 
 @pytest.mark.brief()

@@ -25,7 +25,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiles:
+class QuantileLengths:
     """Distribution with these quantiles: (share, value) from share 0 to 1, linear between; rounded."""
 
     points: tuple[tuple[float, float], ...]

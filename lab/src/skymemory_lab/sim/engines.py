@@ -20,8 +20,8 @@ from typing import Protocol
 
 from skymemory.conductor.picker import PrefillTotals
 from skymemory_lab.sim.clock import Event
+from skymemory_lab.sim.cluster.held_cache import HeldCache, HeldRoom
 from skymemory_lab.sim.cluster.pool import PrefixCache
-from skymemory_lab.sim.held_cache import HeldCache, Room
 from skymemory_lab.sim.routing_setup import RoutingSetup
 from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
 
@@ -33,7 +33,7 @@ Later = Callable[[float, Event], None]
 
 
 @dataclass(slots=True, eq=False)
-class EngineJob:
+class SimulatedJob:
     """Request at an engine."""
 
     request: TraceRequest
@@ -46,15 +46,15 @@ class EngineJob:
     begun_s: float = 0.0
     position: int = 0
     """Prompt tokens that are cached or computed."""
-    room: Room | None = None
+    room: HeldRoom | None = None
 
 
 class EngineListener(Protocol):
     """Receiver of an engine's events."""
 
-    def on_first_token(self, engine: SimulatedEngine, job: EngineJob, now_s: float) -> None: ...
+    def on_first_token(self, engine: SimulatedEngine, job: SimulatedJob, now_s: float) -> None: ...
 
-    def on_answer_end(self, engine: SimulatedEngine, job: EngineJob, now_s: float) -> None: ...
+    def on_answer_end(self, engine: SimulatedEngine, job: SimulatedJob, now_s: float) -> None: ...
 
     def on_cache_change(
         self, engine: SimulatedEngine, chain: Sequence[int], cached_blocks: int, evicted: Sequence[int], now_s: float
@@ -91,10 +91,10 @@ class SimulatedEngine(ABC):
         """Share of the cache that running requests occupy."""
 
     @abstractmethod
-    def arrive(self, job: EngineJob, now_s: float) -> None: ...
+    def arrive(self, job: SimulatedJob, now_s: float) -> None: ...
 
     @abstractmethod
-    def abort(self, now_s: float) -> list[EngineJob]:
+    def abort(self, now_s: float) -> list[SimulatedJob]:
         """Drop all requests; return them."""
 
     @abstractmethod
@@ -116,16 +116,16 @@ class SimulatedEngine(ABC):
     def _next_edge_s(self, now_s: float) -> float:
         return next((at_s for at_s in self._edges_s if at_s > now_s), math.inf)
 
-    def _cached_chain(self, job: EngineJob, now_s: float) -> tuple[int, ...]:
+    def _cached_chain(self, job: SimulatedJob, now_s: float) -> tuple[int, ...]:
         return () if any(fault.holds(now_s) for fault in self._uncached) else job.chain
 
-    def _hit(self, job: EngineJob, blocks: int, now_s: float) -> None:
+    def _hit(self, job: SimulatedJob, blocks: int, now_s: float) -> None:
         # At least one token is computed even if all blocks are cached.
         job.begun_s = now_s
         job.hit_blocks = blocks
         job.hit_tokens = job.position = min(blocks * BLOCK_TOKENS, job.request.input_tokens - 1)
 
-    def _end(self, job: EngineJob, now_s: float) -> None:
+    def _end(self, job: SimulatedJob, now_s: float) -> None:
         before, tokens = self.prefills, job.request.input_tokens
         self.prefills = PrefillTotals(
             before.requests + 1,
@@ -142,9 +142,9 @@ class FifoEngine(SimulatedEngine):
     def __init__(self, number: int, setup: RoutingSetup, later: Later, listener: EngineListener) -> None:
         super().__init__(number, setup, later, listener)
         self._cache = PrefixCache(setup.cache_blocks)
-        self._queue: deque[EngineJob] = deque()
-        self._serving: EngineJob | None = None
-        self._decoding: dict[EngineJob, None] = {}
+        self._queue: deque[SimulatedJob] = deque()
+        self._serving: SimulatedJob | None = None
+        self._decoding: dict[SimulatedJob, None] = {}
         self._tokens = 0  # of prompts in prefill or decoding
 
     @property
@@ -159,7 +159,7 @@ class FifoEngine(SimulatedEngine):
     def kv_usage(self) -> float:
         return min(1.0, self._tokens / (self._cache.capacity * BLOCK_TOKENS))
 
-    def arrive(self, job: EngineJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         self._queue.append(job)
         if self._serving is None:
             self._serve(now_s)
@@ -176,7 +176,7 @@ class FifoEngine(SimulatedEngine):
         self._at(now_s + job.prefill_s, lambda at_s: self._first_token(job, chain, hit, evicted, at_s))
 
     def _first_token(
-        self, job: EngineJob, chain: tuple[int, ...], hit: int, evicted: Sequence[int], now_s: float
+        self, job: SimulatedJob, chain: tuple[int, ...], hit: int, evicted: Sequence[int], now_s: float
     ) -> None:
         self._listener.on_first_token(self, job, now_s)
         self._serving = None
@@ -187,12 +187,12 @@ class FifoEngine(SimulatedEngine):
         if self._queue:
             self._serve(now_s)
 
-    def _answered(self, job: EngineJob, now_s: float) -> None:
+    def _answered(self, job: SimulatedJob, now_s: float) -> None:
         del self._decoding[job]
         self._tokens -= job.request.input_tokens
         self._end(job, now_s)
 
-    def abort(self, now_s: float) -> list[EngineJob]:
+    def abort(self, now_s: float) -> list[SimulatedJob]:
         self._version += 1
         jobs = [*self._decoding, *([] if self._serving is None else [self._serving]), *self._queue]
         self._queue.clear()
@@ -210,7 +210,7 @@ class RoomyEngine(SimulatedEngine):
     def __init__(self, number: int, setup: RoutingSetup, later: Later, listener: EngineListener) -> None:
         super().__init__(number, setup, later, listener)
         self._cache = HeldCache(setup.cache_blocks)
-        self._queue: deque[EngineJob] = deque()
+        self._queue: deque[SimulatedJob] = deque()
 
     @property
     def waiting(self) -> int:
@@ -223,7 +223,7 @@ class RoomyEngine(SimulatedEngine):
     def empty(self) -> None:
         self._cache.clear()
 
-    def _take(self, now_s: float) -> EngineJob | None:
+    def _take(self, now_s: float) -> SimulatedJob | None:
         # Begin the first waiting request, if any, and if there is room.
         if not self._queue or self.running >= MOST_RUNNING:
             return None
@@ -239,18 +239,18 @@ class RoomyEngine(SimulatedEngine):
             self._listener.on_cache_change(self, (), 0, job.room.evicted, now_s)
         return job
 
-    def _on_prefilled(self, job: EngineJob, now_s: float) -> None:
+    def _on_prefilled(self, job: SimulatedJob, now_s: float) -> None:
         assert job.room is not None
         job.prefill_s = now_s - job.begun_s
         cached = self._cache.store(job.room)
         self._listener.on_first_token(self, job, now_s)
         self._listener.on_cache_change(self, job.room.chain, cached, (), now_s)
 
-    def _on_answered(self, job: EngineJob, now_s: float) -> None:
+    def _on_answered(self, job: SimulatedJob, now_s: float) -> None:
         self._release(job)
         self._end(job, now_s)
 
-    def _release(self, job: EngineJob) -> None:
+    def _release(self, job: SimulatedJob) -> None:
         if job.room is not None:
             self._cache.release(job.room)
 
@@ -263,8 +263,8 @@ class SharedEngine(RoomyEngine):
         # A prefill ends when the work that each has been given since the start, in seconds, reaches its mark.
         self._given_s = self._at_s = 0.0
         self._speed = 1.0
-        self._prefilling: list[tuple[float, int, EngineJob]] = []
-        self._decoding: dict[EngineJob, None] = {}
+        self._prefilling: list[tuple[float, int, SimulatedJob]] = []
+        self._decoding: dict[SimulatedJob, None] = {}
         self._count = 0
         self._plan = 0
         for edge_s in self._edges_s:
@@ -275,7 +275,7 @@ class SharedEngine(RoomyEngine):
     def running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
-    def arrive(self, job: EngineJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         self._queue.append(job)
         self._next(now_s)
 
@@ -308,13 +308,13 @@ class SharedEngine(RoomyEngine):
         self._at(now_s + answer_s, lambda at_s: self._answered(job, at_s))
         self._next(now_s)
 
-    def _answered(self, job: EngineJob, now_s: float) -> None:
+    def _answered(self, job: SimulatedJob, now_s: float) -> None:
         del self._decoding[job]
         self._on_answered(job, now_s)
         if self._queue:
             self._next(now_s)
 
-    def abort(self, now_s: float) -> list[EngineJob]:
+    def abort(self, now_s: float) -> list[SimulatedJob]:
         self._version += 1
         running = [*self._decoding, *(job for _, _, job in self._prefilling)]
         for job in running:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skymemory_lab.sim.distributions import Bursts, LogNormal, Popularity, Quantiles
+from skymemory_lab.sim.distributions import Bursts, Lengths, LogNormal, Popularity, QuantileLengths
 from skymemory_lab.sim.workload import WORKLOADS, Workload
 
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -29,16 +29,20 @@ def _exactly(tokens: int) -> LogNormal:
     return LogNormal(tokens, 0.0, tokens, tokens)
 
 
-def _between(least: int, most: int) -> Quantiles:
-    return Quantiles(((0.0, least), (1.0, most)))
+def _between(least: int, most: int) -> QuantileLengths:
+    return QuantileLengths(((0.0, least), (1.0, most)))
 
 
-def _quantiles(values: Sequence[float]) -> Quantiles:
-    return Quantiles(tuple(zip(_SHARES, values, strict=True)))
+def _quantiles(values: Sequence[float]) -> QuantileLengths:
+    return QuantileLengths(tuple(zip(_SHARES, values, strict=True)))
 
 
 def _independent(
-    name: str, rate_per_s: float, gap_shape: float, prompt: Quantiles | LogNormal, answer: Quantiles | LogNormal
+    name: str,
+    rate_per_s: float,
+    gap_shape: float,
+    prompt: QuantileLengths | LogNormal,
+    answer: QuantileLengths | LogNormal,
 ) -> Workload:
     return Workload(
         name=name,

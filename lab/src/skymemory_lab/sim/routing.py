@@ -20,19 +20,19 @@ from skymemory.conductor.picker import Fleet, Picker, ReportedLoad, Scorer, Serv
 from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request, seed
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.clock import Clock, Event
-from skymemory_lab.sim.engines import EngineJob, FifoEngine, SharedEngine, SimulatedEngine
+from skymemory_lab.sim.engines import FifoEngine, SharedEngine, SimulatedEngine, SimulatedJob
 from skymemory_lab.sim.routing_metrics import RoutedOutcome, RoutingMetrics, measured, worst_share
-from skymemory_lab.sim.routing_setup import Fault, RoutingSetup
+from skymemory_lab.sim.routing_setup import RoutingSetup, ServerFault
 from skymemory_lab.sim.step_engine import StepEngine
 from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
 
 __all__ = [
     "CacheEvents",
-    "Fault",
     "RoutedOutcome",
     "RouterExchange",
     "RoutingMetrics",
     "RoutingSetup",
+    "ServerFault",
     "as_routed",
     "measured",
     "simulate",
@@ -66,7 +66,7 @@ class RouterExchange(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _RoutedJob(EngineJob):
+class _RoutedJob(SimulatedJob):
     at: int = 0  # its number in the trace
     router: int = 0
     decision: Decision | None = None
@@ -178,7 +178,7 @@ class _Simulation:
             for servers in self._servers:
                 servers[number].reported = report
 
-    def _plan_fault(self, fault: Fault) -> None:
+    def _plan_fault(self, fault: ServerFault) -> None:
         engine = self._engines[fault.server]
         if fault.kind == "emptied":
             self._later(fault.from_s, lambda _: engine.empty())
@@ -189,7 +189,7 @@ class _Simulation:
         for job in engine.abort(now_s):
             self._time_out(job, now_s)
 
-    def _time_out(self, job: EngineJob, now_s: float) -> None:
+    def _time_out(self, job: SimulatedJob, now_s: float) -> None:
         self._later(now_s + self._setup.timeout_s, lambda at_s: self._fail(job, at_s))
 
     def _arrive(self, at: int, request: TraceRequest, prompt: Request) -> None:
@@ -209,13 +209,13 @@ class _Simulation:
     # Events of the engines. As with the router, an answer that is not streamed has its first byte with its last; usage
     # comes at the end.
 
-    def on_first_token(self, engine: SimulatedEngine, job: EngineJob, now_s: float) -> None:
+    def on_first_token(self, engine: SimulatedEngine, job: SimulatedJob, now_s: float) -> None:
         assert isinstance(job, _RoutedJob) and job.decision is not None
         job.first_s = now_s
         if job.decision.request.streams:
             self._pickers[job.router].succeeded(job.decision, now_s)
 
-    def on_answer_end(self, engine: SimulatedEngine, job: EngineJob, now_s: float) -> None:
+    def on_answer_end(self, engine: SimulatedEngine, job: SimulatedJob, now_s: float) -> None:
         assert isinstance(job, _RoutedJob) and job.decision is not None
         picker, cached_tokens = self._pickers[job.router], None
         if self._setup.usage:
@@ -237,7 +237,7 @@ class _Simulation:
                     _published(events, servers[engine.number], chain, cached_blocks, evicted),
                 )
 
-    def _fail(self, job: EngineJob, now_s: float) -> None:
+    def _fail(self, job: SimulatedJob, now_s: float) -> None:
         assert isinstance(job, _RoutedJob) and job.decision is not None
         picker = self._pickers[job.router]
         if job.first_s is not None and job.decision.request.streams:
@@ -265,11 +265,11 @@ class _Simulation:
         )
 
 
-def _kinds(setup: RoutingSetup, number: int, kind: str) -> list[Fault]:
+def _kinds(setup: RoutingSetup, number: int, kind: str) -> list[ServerFault]:
     return [fault for fault in setup.faults_of(number) if fault.kind == kind]
 
 
-def _holds(faults: Sequence[Fault], now_s: float) -> bool:
+def _holds(faults: Sequence[ServerFault], now_s: float) -> bool:
     return any(fault.holds(now_s) for fault in faults)
 
 

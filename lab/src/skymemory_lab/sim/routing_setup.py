@@ -15,8 +15,8 @@ FaultKind = Literal["slow", "hung", "emptied", "uncached", "liar"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Fault of a server (its number) from ``from_s`` to ``until_s``.
+class ServerFault:
+    """ServerFault of a server (its number) from ``from_s`` to ``until_s``.
 
     - ``slow``: all work takes ``factor`` times as long.
     - ``hung``: requests there at its start or sent during it get no answer, and fail by the clients' timeout; no load
@@ -69,7 +69,7 @@ class RoutingSetup:
     """Interval at which routers exchange state; None: never."""
     outage: tuple[float, float] | None = None
     """Begin and end (s) of a time without exchange."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ServerFault, ...] = ()
     timeout_s: float = 60.0
     """Time after which clients give a hung server up."""
     seed: int = 0
@@ -94,5 +94,5 @@ class RoutingSetup:
         """Names of the servers in every router's fleet; slots are their positions."""
         return [f"server-{number}" for number in range(self.servers)]
 
-    def faults_of(self, server: int) -> tuple[Fault, ...]:
+    def faults_of(self, server: int) -> tuple[ServerFault, ...]:
         return tuple(fault for fault in self.faults if fault.server == server)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, EngineJob, EngineListener, Later, RoomyEngine
+from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, EngineListener, Later, RoomyEngine, SimulatedJob
 from skymemory_lab.sim.routing_setup import RoutingSetup
 
 
@@ -21,19 +21,19 @@ class StepEngine(RoomyEngine):
 
     def __init__(self, number: int, setup: RoutingSetup, later: Later, listener: EngineListener) -> None:
         super().__init__(number, setup, later, listener)
-        self._prefilling: deque[EngineJob] = deque()
-        self._decoding: list[tuple[int, int, EngineJob]] = []  # with the step that ends the answer
+        self._prefilling: deque[SimulatedJob] = deque()
+        self._decoding: list[tuple[int, int, SimulatedJob]] = []  # with the step that ends the answer
         self._steps = self._count = 0
         # The plan: its steps, begin, seconds per step if only answers run, and tokens per prompt.
         self._planned, self._plan = 0, 0
         self._plan_s = self._step_s = 0.0
-        self._chunks: list[tuple[EngineJob, int]] = []
+        self._chunks: list[tuple[SimulatedJob, int]] = []
 
     @property
     def running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
-    def arrive(self, job: EngineJob, now_s: float) -> None:
+    def arrive(self, job: SimulatedJob, now_s: float) -> None:
         self._queue.append(job)
         if not self._planned:
             self._begin(now_s)
@@ -84,7 +84,7 @@ class StepEngine(RoomyEngine):
         steps = (first.request.input_tokens - first.position) // budget
         return steps if most is None else min(steps, most)
 
-    def _chunk_s(self, job: EngineJob, tokens: int) -> float:
+    def _chunk_s(self, job: SimulatedJob, tokens: int) -> float:
         cost, end = self._cost, job.position + tokens
         seconds = cost.prefill_s(end, job.hit_tokens)
         return seconds - cost.prefill_s(job.position, job.hit_tokens) if job.position > job.hit_tokens else seconds
@@ -122,7 +122,7 @@ class StepEngine(RoomyEngine):
                 heapq.heappush(self._decoding, (self._steps + job.request.output_tokens - 1, self._count, job))
         self._begin(now_s)
 
-    def abort(self, now_s: float) -> list[EngineJob]:
+    def abort(self, now_s: float) -> list[SimulatedJob]:
         self._version += 1
         running = [*self._prefilling, *(job for _, _, job in self._decoding)]
         for job in running:

@@ -10,7 +10,7 @@ from skymemory.errors import InvalidInput
 
 
 @dataclass(slots=True)
-class Room:
+class HeldRoom:
     """Blocks of a running request."""
 
     chain: tuple[int, ...]
@@ -48,7 +48,7 @@ class HeldCache:
     def leading(self, chain: Sequence[int]) -> int:
         return next((at for at, block in enumerate(chain) if block not in self), len(chain))
 
-    def hold(self, chain: Sequence[int], blocks: int) -> Room | None:
+    def hold(self, chain: Sequence[int], blocks: int) -> HeldRoom | None:
         """Hold ``blocks`` for a request with a prompt of ``chain``; None: too many are held.
 
         A request larger than the cache gets all of it.
@@ -64,9 +64,9 @@ class HeldCache:
         evicted = []
         while len(self._free) + self.held_blocks > self.capacity:
             evicted.append(self._free.popitem(last=False)[0])
-        return Room(chain, hit, blocks - hit, evicted, hit)
+        return HeldRoom(chain, hit, blocks - hit, evicted, hit)
 
-    def store(self, room: Room) -> int:
+    def store(self, room: HeldRoom) -> int:
         """Share the computed prompt; return how many of its leading blocks were cached already."""
         cached = self.leading(room.chain)
         rest = room.chain[room.held :]
@@ -76,7 +76,7 @@ class HeldCache:
         room.held = len(room.chain)
         return cached
 
-    def release(self, room: Room) -> None:
+    def release(self, room: HeldRoom) -> None:
         # From the last to the first, so that the root is the youngest block and is evicted last.
         for block in reversed(room.chain[: room.held]):
             holders = self._holders[block] - 1
