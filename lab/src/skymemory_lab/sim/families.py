@@ -37,13 +37,7 @@ def _quantiles(values: Sequence[float]) -> QuantileLengths:
     return QuantileLengths(tuple(zip(_SHARES, values, strict=True)))
 
 
-def _independent(
-    name: str,
-    rate_per_s: float,
-    gap_shape: float,
-    prompt: QuantileLengths | LogNormal,
-    answer: QuantileLengths | LogNormal,
-) -> Workload:
+def _independent(name: str, rate_per_s: float, gap_shape: float, prompt: Lengths, answer: Lengths) -> Workload:
     return Workload(
         name=name,
         conversations_per_s=rate_per_s,
