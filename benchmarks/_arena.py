@@ -18,7 +18,7 @@ from skymemory_lab.sim.workload import WORKLOADS, generate
 
 OURS, GIVEN, PREDICTED = "least-ttft", "least-ttft, given speeds", "predicted-latency"
 ERROR = 0.1
-"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routing``."""
+"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routed_strategies``."""
 DURATIONS_S = {"conversations": 1_200.0, "tenants": 300.0, "agents": 900.0}
 """Of the generator's families; the second half is measured."""
 TRACE_TUNED = 0.7
