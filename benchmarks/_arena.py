@@ -12,14 +12,15 @@ from _rivals import RIVALS, rival
 from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
-from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
+from skymemory_lab.sim.routed_strategies import strategy_for
+from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed
 from skymemory_lab.sim.trace import TraceRequest, jittered, read_trace
 from skymemory_lab.sim.workload import WORKLOADS, generate
 
 NO_BOUND = 1e9
 OURS, GIVEN, PREDICTED = "least-ttft", "least-ttft, given speeds", "predicted-latency"
 ERROR = 0.1
-"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routing``."""
+"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routed_strategies``."""
 DURATIONS_S = {"conversations": 1_200.0, "tenants": 300.0, "agents": 900.0}
 """Of the generator's families; the second half is measured."""
 TRACE_TUNED = 0.7
@@ -186,7 +187,7 @@ def swept(one: Original, value: float) -> Player:
 def scorer_of(player: Player, setup: RoutingSetup) -> tuple[Scorer, CacheEvents | None]:
     if player.strategy == PREDICTED:
         index, picks_best = (
-            ApproximatePrefixIndex(setup.engine.cache_blocks),
+            ApproximatePrefixIndex(setup.cache_blocks),
             bool(dict(player.options).get("picks_best", 0)),
         )
         return PredictedLatency(index, setup.seed, picks_best, streams=setup.whole < 1), None

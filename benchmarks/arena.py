@@ -31,7 +31,6 @@ from typing import Any
 from _arena import DURATIONS_S, GIVEN, ORIGINALS, OURS, PREDICTED, TRACE_TUNED, Player, players, requests_of, scorer_of
 from _arena import swept as swept_player
 from _bench import print_table, versions, write_json
-from skymemory_lab.sim.engines import EngineSettings
 from skymemory_lab.sim.routing import RoutingSetup, measured, simulate
 from skymemory_lab.sim.trace import at_rate, split_at
 
@@ -82,7 +81,7 @@ def run(one: Run) -> dict[str, float]:
         from_s = split_at(requests, WARM)
         requests, prompts = requests[:early], prompts[:early]
     setup = RoutingSetup(
-        servers=SERVERS, engine=EngineSettings(cache_blocks=cell.blocks), scrape_s=0.2, whole=cell.whole, seed=seed
+        servers=SERVERS, cache_blocks=cell.blocks, cost=LLAMA_70B_8xA800, scrape_s=0.2, whole=cell.whole, seed=seed
     )
     scorer, events = scorer_of(one.player, setup)
     outcomes = simulate(requests, scorer, setup, events, prompts)

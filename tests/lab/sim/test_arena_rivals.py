@@ -13,7 +13,6 @@ from tests.conductor.prefix_index.naive_index import NaivePrefixIndex
 from tests.conductor.strategies.fleets import a_fleet, a_request, scores, serve
 
 from skymemory.conductor.picker import Fleet, Picker, ReportedLoad
-from skymemory_lab.sim.engines import EngineSettings
 from skymemory_lab.sim.routing import RoutingSetup, simulate
 from skymemory_lab.sim.workload import CONVERSATIONS, generate
 
@@ -40,7 +39,7 @@ def test_every_original_plays_with_each_of_its_settings(arena: ModuleType) -> No
     for one in arena.ORIGINALS:
         tried = [arena.swept(one, value) for value in one.values]
         for player in [arena.Player(one.strategy, one.strategy, tuple(one.published.items())), *tried]:
-            setup = RoutingSetup(engine=EngineSettings(cache_blocks=2_000))
+            setup = RoutingSetup(cache_blocks=2_000)
             scorer, events = arena.scorer_of(player, setup)
             assert len(simulate(requests, scorer, setup, events)) == len(requests), player.name
             assert player.strategy == scorer.name
