@@ -18,7 +18,8 @@ from skymemory.conductor.strategies.sglang import LMetric, LMetricSettings
 from skymemory.conductor.strategies.simple import SessionAffinity, SessionSettings
 from skymemory.conductor.strategies.strategy_base import hash_words
 from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise, PreciseSettings
-from skymemory_lab.sim.routing import CacheEvents, EngineEvents
+from skymemory_lab.sim.routed_strategies import EngineEvents
+from skymemory_lab.sim.routing import CacheEvents
 from skymemory_lab.sim.trace import BLOCK_TOKENS
 
 

@@ -80,9 +80,7 @@ def run(one: Run) -> dict[str, float]:
         early = sum(request.at_s < from_s for request in requests)
         from_s = split_at(requests, WARM)
         requests, prompts = requests[:early], prompts[:early]
-    setup = RoutingSetup(
-        servers=SERVERS, cache_blocks=cell.blocks, cost=LLAMA_70B_8xA800, scrape_s=0.2, whole=cell.whole, seed=seed
-    )
+    setup = RoutingSetup(servers=SERVERS, cache_blocks=cell.blocks, scrape_s=0.2, whole=cell.whole, seed=seed)
     scorer, events = scorer_of(one.player, setup)
     outcomes = simulate(requests, scorer, setup, events, prompts)
     return measured(outcomes, SERVERS, from_s).as_json()
