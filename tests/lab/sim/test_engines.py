@@ -107,6 +107,7 @@ def naive_steps(requests: Sequence[TraceRequest], setup: RoutingSetup) -> tuple[
             before_s = setup.cost.prefill_s(one.at, one.hit) if one.at > one.hit else 0.0
             seconds += setup.cost.prefill_s(one.at + chunk, one.hit) - before_s
             one.at += chunk
+            cache.store(one.room, one.at // 512)
             budget -= chunk
         for fault in slow:
             seconds *= fault.factor if fault.holds(now_s) else 1.0
@@ -114,7 +115,6 @@ def naive_steps(requests: Sequence[TraceRequest], setup: RoutingSetup) -> tuple[
         for one in [*answers, *(one for one in running if not one.made and one.at == one.request.input_tokens)]:
             one.made += 1
             if one.made == 1:
-                cache.store(one.room)
                 first_s[one.request.session] = now_s
             if one.made >= one.request.output_tokens:
                 end_s[one.request.session] = now_s
@@ -204,7 +204,10 @@ def test_what_running_requests_hold_stays() -> None:
     first = cache.hold((1, 2), 3)
     assert first is not None and (first.hit_blocks, cache.held_blocks) == (0, 3)
     assert cache.hold((5,), 2) is None and cache.leading((1, 2)) == 0
-    assert cache.store(first) == 0 and cache.leading((1, 2, 3)) == 2
+    cache.store(first, 1)
+    assert cache.leading((1, 2, 3)) == 1 and cache.held_blocks == 3
+    cache.store(first, 2)
+    assert cache.leading((1, 2, 3)) == 2
     second = cache.hold((1, 2), 2)
     assert second is not None and second.hit_blocks == 2
     assert cache.held_blocks == 3  # both hold the same two

@@ -5,7 +5,7 @@
   a step, waiting prompts the rest in order of arrival.
 - ``shared``: all prefills of a server at once, at equal shares of its speed. Decoding slows nothing.
 
-What a prompt hits is decided when its prefill begins; its blocks are cached for others when its prefill ends.
+What a prompt hits is decided when its prefill begins. Others hit what of it is computed or, as in vLLM, being computed.
 """
 
 from __future__ import annotations
@@ -245,9 +245,8 @@ class RoomyEngine(SimulatedEngine):
     def _on_prefilled(self, job: SimulatedJob, now_s: float) -> None:
         assert job.room is not None
         job.prefill_s = now_s - job.begun_s
-        cached = self._cache.store(job.room)
         self._listener.on_first_token(self, job, now_s)
-        self._listener.on_cache_change(self, job.room.chain, cached, (), now_s)
+        self._listener.on_cache_change(self, job.room.chain, job.hit_blocks, (), now_s)
 
     def _on_answered(self, job: SimulatedJob, now_s: float) -> None:
         self._release(job)
@@ -288,6 +287,8 @@ class SharedEngine(RoomyEngine):
             self._given_s += (now_s - self._at_s) * self._speed / len(self._prefilling)
         self._at_s = now_s
         while (job := self._take(now_s)) is not None:
+            assert job.room is not None
+            self._cache.store(job.room, len(job.room.chain))
             work_s = self._cost.prefill_s(job.request.input_tokens, job.hit_tokens)
             self._count += 1
             heapq.heappush(self._prefilling, (self._given_s + work_s, self._count, job))

@@ -7,6 +7,7 @@ from collections import deque
 
 from skymemory_lab.sim.engines import MOST_RUNNING, STEP_TOKENS, EngineListener, Later, RoomyEngine, SimulatedJob
 from skymemory_lab.sim.routing_setup import RoutingSetup
+from skymemory_lab.sim.trace import BLOCK_TOKENS
 
 
 class StepEngine(RoomyEngine):
@@ -71,7 +72,7 @@ class StepEngine(RoomyEngine):
         if steps > 1 and now_s + seconds_s * self._factor(now_s) > self._next_edge_s(now_s):
             steps, seconds_s = 1, self._chunk_s(self._prefilling[0], budget) + decode_s
         if steps:
-            self._chunks = [(self._prefilling[0], steps * budget)]
+            self._add_chunk(self._prefilling[0], steps * budget)
         else:
             steps, seconds_s = 1, self._fill(budget, now_s) + decode_s
         self._schedule(steps, now_s + seconds_s * self._factor(now_s))
@@ -100,11 +101,16 @@ class StepEngine(RoomyEngine):
                 self._prefilling.append(job)
             job = self._prefilling[at]
             tokens = min(budget, job.request.input_tokens - job.position)
-            self._chunks.append((job, tokens))
+            self._add_chunk(job, tokens)
             seconds += self._chunk_s(job, tokens)
             budget -= tokens
             at += 1
         return seconds
+
+    def _add_chunk(self, job: SimulatedJob, tokens: int) -> None:
+        assert job.room is not None
+        self._chunks.append((job, tokens))
+        self._cache.store(job.room, (job.position + tokens) // BLOCK_TOKENS)
 
     def _end_steps(self, now_s: float) -> None:
         self._steps += self._planned

@@ -66,15 +66,13 @@ class HeldCache:
             evicted.append(self._free.popitem(last=False)[0])
         return HeldRoom(chain, hit, blocks - hit, evicted, hit)
 
-    def store(self, room: HeldRoom) -> int:
-        """Share the computed prompt; return how many of its leading blocks were cached already."""
-        cached = self.leading(room.chain)
-        rest = room.chain[room.held :]
+    def store(self, room: HeldRoom, blocks: int) -> None:
+        """Share the leading ``blocks`` of the prompt."""
+        rest = room.chain[room.held : blocks]
         self._add_holder(rest)
         self._private -= len(rest)
         room.private_blocks -= len(rest)
-        room.held = len(room.chain)
-        return cached
+        room.held += len(rest)
 
     def release(self, room: HeldRoom) -> None:
         # From the last to the first, so that the root is the youngest block and is evicted last.
