@@ -8,6 +8,10 @@ from skymemory import native
 
 MOST_FULL = 0.9
 """Share of a cache beyond which it counts as no fuller."""
+_EXPECTED, _DOUBT = 12, 50_000
+"""Later uses of a token while few prompts were seen, and the tokens by which that is doubted: a new prompt is better put
+where there is room for the many turns that it may have.
+"""
 _EVERY = 64
 _KEPT = 0.98
 """Decay per prompt, in the share of tokens found."""
@@ -31,7 +35,7 @@ class EvictionPrice:
     def future_uses(self) -> float:
         """Return how often a token that is computed now will be found later."""
         new = self._tokens - self._found
-        return self._found / new if new > 0 else 0.0
+        return (self._found + _EXPECTED * _DOUBT) / (new + _DOUBT)
 
     def lost_share(self, slot: int) -> float:
         """Return the chance that the next block to be evicted would have been used again; 0 if there is room."""
