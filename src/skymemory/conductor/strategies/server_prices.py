@@ -15,7 +15,7 @@ from skymemory.conductor.strategies.decode_costs import DecodeCosts
 from skymemory.conductor.strategies.eviction_price import EvictionPrice
 from skymemory.native.twin.ttft import NO_PRICE, PRICE, Price
 
-GOALS = MappingProxyType({"balanced": 4.0, "ttft": 0.5, "tpot": 16.0, "e2e": math.inf})
+GOALS = MappingProxyType({"balanced": 3.0, "ttft": 0.5, "tpot": 12.0, "e2e": math.inf})
 """Weight of a percent of the time per token, where a percent of the time to first token weighs 1; ``e2e``: each second
 weighs the same.
 """
