@@ -227,8 +227,6 @@ def test_latencies_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "whole", "workload", "digest", "sum_s", "squares"),
     [
-        ("least-ttft", 0.0, CONVERSATIONS, "b2281edbe8a0d211", 1991.4721560749, 30391.560164756),
-        ("least-ttft", 0.5, CONVERSATIONS, "b959fd659f9ab845", 1888.8068028710, 28718.237594950),
         ("precise", 0.0, CONVERSATIONS, "d2e16cc574b2a882", 2595.1973148814, 53473.649730164),
         ("approximate", 0.0, TENANTS, "38f7e2855b9edb3a", 1444.6556973320, 3836.6921421785),
         ("least-load", 0.0, TENANTS, "199a6bc0528afa10", 9708.0691060329, 133857.38797960),
