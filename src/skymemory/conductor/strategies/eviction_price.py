@@ -9,8 +9,8 @@ from skymemory import native
 MOST_FULL = 0.9
 """Share of a cache beyond which it counts as no fuller."""
 _EXPECTED, _DOUBT = 12, 50_000
-"""Later uses of a token while few prompts were seen, and the tokens by which that is doubted: a new prompt is better put
-where there is room for the many turns that it may have.
+"""Later uses of a token while few prompts were seen, and the tokens by which that is doubted: a new prompt is better
+put where there is room for the many turns that it may have.
 """
 _EVERY = 64
 _KEPT = 0.98

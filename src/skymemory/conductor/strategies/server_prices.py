@@ -13,6 +13,7 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.beliefs import AnswersDue, HitTrust
 from skymemory.conductor.strategies.decode_costs import DecodeCosts
 from skymemory.conductor.strategies.eviction_price import EvictionPrice
+from skymemory.native.twin.queues import STALE_S
 from skymemory.native.twin.ttft import NO_PRICE, PRICE, Price
 
 GOALS = MappingProxyType({"balanced": 3.0, "ttft": 0.5, "tpot": 12.0, "e2e": math.inf})
@@ -41,8 +42,8 @@ class ServerPrices:
         self.changes = 0
         self._ttft_s = 0.0
         """Recent mean of the times to first token."""
-        self._others: dict[int, int] = {}
-        """Requests of other routers and clients, by the last report."""
+        self._others: dict[int, tuple[float, int]] = {}
+        """Time of a server's last report, and the requests of other routers and clients in it."""
 
     def answer_tokens(self, request: Request) -> float:
         """Return the tokens of a request's answer whose time counts."""
@@ -75,7 +76,7 @@ class ServerPrices:
             self.eviction.sent(request.prompt.tokens, matched)
         if request.streams:
             return 0
-        own_s, _ = self.decoding.token_s(server.slot, self._answers_at(server), now_s)
+        own_s, _ = self.decoding.token_s(server.slot, self._answers_at(server, now_s), now_s)
         tokens = self._expected_tokens(request)
         return self.due.add(server.slot, now_s + _PATIENCE * (expected_s + tokens * own_s))
 
@@ -83,15 +84,17 @@ class ServerPrices:
         self.decoding.read_report(server)
         report = server.reported
         if report is not None:
-            self._others[server.slot] = max(0, report.waiting + report.running - server.in_flight)
+            others = max(0, report.waiting + report.running - server.in_flight)
+            self._others[server.slot] = report.at_s, others
 
-    def _answers_at(self, server: Server) -> int:
-        return server.in_flight + self._others.get(server.slot, 0)
+    def _answers_at(self, server: Server, now_s: float) -> int:
+        at_s, others = self._others.get(server.slot, (0.0, 0))
+        return server.in_flight + (others if now_s - at_s <= STALE_S else 0)
 
     def update(self, server: Server, usual_s: float, now_s: float) -> None:
         """Compute a server's price again. ``usual_s``: of a prefill."""
         decoding, eviction, slot = self.decoding, self.eviction, server.slot
-        answers = self._answers_at(server)
+        answers = self._answers_at(server, now_s)
         own_s, others_s = decoding.token_s(slot, answers, now_s)
         # A second of prefill holds up each answer under way; of its seconds, as many count as of its tokens.
         usual = decoding.usual_tokens or _USUAL_TOKENS
