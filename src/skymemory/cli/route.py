@@ -125,9 +125,8 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 def _with_servers(args: argparse.Namespace, backends: list[dict[str, str]]) -> dict[str, Any]:
     table = given_settings(args)
     options = dict(_option(text) for text in args.option)
-    if args.goal is not None:
-        if options.setdefault("goal", args.goal) != args.goal:
-            raise InvalidInput(f"--goal {args.goal} and --option goal={options['goal']}: give one of them")
+    if args.goal is not None and options.setdefault("goal", args.goal) != args.goal:
+        raise InvalidInput(f"--goal {args.goal} and --option goal={options['goal']}: give one of them")
     # An empty table would replace the file's.
     return {
         **table,
