@@ -18,7 +18,7 @@ from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.beliefs import AnswersDue, HitTrust
 from skymemory.conductor.strategies.decode_costs import DecodeCosts, Step, fit_steps
-from skymemory.conductor.strategies.estimates import BusyIntervals
+from skymemory.conductor.strategies.estimates import BusyIntervals, LearnedSpeeds
 from skymemory.conductor.strategies.eviction_price import EvictionPrice, chances_of_use
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.server_prices import GOALS
@@ -312,3 +312,27 @@ def test_a_server_that_never_caches_is_not_believed_again() -> None:
         picker.succeeded(decision, 10.0 * number + 0.5, 0)
         picker.on_request_end(decision, 10.0 * number + 1.0, 0, 20)
     assert sum(tokens > 0 for tokens in believed) <= 3
+
+
+def seen_at(speeds: LearnedSpeeds, slot: int, per_token_s: float, count: int) -> None:
+    for number in range(count):
+        speeds.observe_first(slot, 1_000 + 100 * (number % 5), 0, per_token_s * (1_000 + 100 * (number % 5)))
+
+
+def test_servers_that_look_alike_share_a_curve() -> None:
+    speeds = LearnedSpeeds()
+    for turn in range(40):
+        for slot in range(4):
+            seen_at(speeds, slot, (1e-4, 1.05e-4, 0.96e-4, 3e-4)[slot], 1 + turn % 2)
+    alike_s = speeds.prefills_s([0, 1, 2, 3], 1_200, [0] * 4)
+    assert alike_s[0] == alike_s[1] == alike_s[2] and alike_s[3] > 2 * alike_s[0]
+
+
+def test_a_server_that_seemed_slow_is_tried_again() -> None:
+    speeds = LearnedSpeeds()
+    seen_at(speeds, 3, 1e-2, 8)
+    for _ in range(100):
+        for slot in range(3):
+            seen_at(speeds, slot, 1e-4, 4)
+    others_s, slow_s = speeds.prefills_s([0, 3], 1_200, [0, 0])
+    assert slow_s == others_s
