@@ -193,12 +193,13 @@ def test_ages_of_what_was_used_again_and_of_what_had_to_go(impl: ModuleType) -> 
     table = impl.PrefixTable(3)
     for block in (1, 2, 3):
         table.learn(0, np.array([block], dtype=np.uint64))
-    assert table.oldest(0) == 2 and table.oldest(1) == -1 and table.oldest(9) == -1
-    table.learn(0, np.array([1], dtype=np.uint64))  # three chains after its last use: two binary digits
-    table.learn(0, np.array([4], dtype=np.uint64))  # 2 has to go, also three chains after
+    table.learn(2, np.array([1], dtype=np.uint64))
+    assert table.oldest(0) == 3 and [table.oldest(slot) for slot in (1, 2, 9)] == [-1] * 3
+    table.learn(0, np.array([1], dtype=np.uint64))  # four chains after its last use: three binary digits
+    table.learn(0, np.array([4], dtype=np.uint64))  # 2 has to go, also four chains after
     used, evicted = table.ages()
-    assert (used[2], sum(used)) == (1, 1) and (evicted[2], sum(evicted)) == (1, 1)
-    assert table.oldest(0) == 2
+    assert (used[3], sum(used)) == (1, 1) and (evicted[3], sum(evicted)) == (1, 1)
+    assert table.oldest(0) == 3
     table.forget(0)
     assert table.oldest(0) == -1 and table.ages() == (used, evicted)
 

@@ -97,8 +97,10 @@ def test_an_engine_s_metrics_count_until_a_stream_does() -> None:
     mark = costs.began(0, 10.0)
     costs.ended(0, mark, 11, 10.2)
     assert costs.step.base_s == pytest.approx(0.02)
-    server.reported = replace(server.reported, decodes=DecodeTotals(1000.0, 90.0))
-    costs.read_report(server)
+    for number in range(1, 40):
+        server.reported = replace(server.reported, decodes=DecodeTotals(1000.0 * number, 900.0 * number))
+        costs.read_report(server)
+    costs.ended(0, costs.began(0, 20.0), 11, 20.2)
     assert costs.step.base_s == pytest.approx(0.02)
 
 
