@@ -14,12 +14,13 @@ import mmap
 import os
 import secrets
 import stat
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 from skymemory import native
 from skymemory.errors import InvalidInput, os_reason
-from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, write_page_head
+from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, is_of_boot, write_page_head
 from skymemory.units import format_size
 
 _PIECE_BYTES = 256 << 20
@@ -67,6 +68,14 @@ def _available_bytes() -> float:
     return math.inf
 
 
+def _boot() -> bytes:
+    """Return the name of this boot of the computer; another one each time if it cannot be read."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return secrets.token_bytes(16)
+
+
 class OwnedArena:
     """Arena of this process: an ended owner's arena of the same size, else a new arena.
 
@@ -96,6 +105,8 @@ class OwnedArena:
         with contextlib.suppress(AttributeError, OSError):
             self.values.madvise(mmap.MADV_HUGEPAGE)
         self.instance = instance_of(self.directory)
+        self.has_times = is_of_boot(self.directory, _boot())
+        """Whether values expire when the directory says: its times are of this computer's clock."""
 
     def _fits(self) -> bool:
         """Return True if the files of an earlier owner have this shape."""

@@ -383,14 +383,14 @@ class HostStore(RemoteStore):
     # --- writing ---
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Store values in slots, if they have room for them, else by two messages. Other processes see what is in slots
-        once the owner has entered it.
+        """Store blocks in slots, if they have room for them, else by two messages. Other processes see what is in slots
+        once the owner has entered it, so named values, which may change, never go there.
         """
         ticket, _ = self._store_ticket(items, places)
         reader, done, must_wake = self._follow_owner().reader, [False] * len(ticket.items), False
         before: bytes | None = None
         for at, ((key, value), place) in enumerate(zip(ticket.items, ticket.places, strict=True)):
-            if place is not None or not self._has_below:  # else all tiers have to know
+            if place is not None:
                 kind, depth, parent = messages.words_of(place)
                 posted = reader.store(key, value, kind, depth, parent or before)
                 if posted < 0:
