@@ -30,17 +30,35 @@ def default_folder() -> Path:
     return Path("/dev/shm") / f"skymemory-{os.getuid()}" / "host"
 
 
+SOCKET, _LOCK = "socket", "lock"
+_LONGEST_SOCKET = 107
+"""Bytes of a Unix socket's path, by Linux."""
+
+
 def own_folder(folder: Path, *, make: bool = True) -> None:
-    """Make the folder if absent; refuse a folder in which another user may write, or may have put it."""
+    """Make the folder if absent; refuse a folder in which another user may write, or may have put it, and one with
+    another program's files.
+    """
+    if (too_long := len(os.fsencode(folder / SOCKET)) - _LONGEST_SOCKET) > 0:
+        raise InvalidInput(f"host arena {folder}: a path {too_long} bytes too long for the socket in it")
+    ours = [folder.parent, folder] if folder == default_folder() else [folder]
     try:
         if make:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ours = [folder, folder.parent] if folder == default_folder() else [folder]
+            ours[0].parent.mkdir(parents=True, exist_ok=True)
+            for path in ours:
+                path.mkdir(mode=0o700, exist_ok=True)
         states = [path.stat() for path in ours if make or path.exists()]
+        # An arena's owner makes the lock first.
+        has_files = any((folder / name).exists() for name in ("directory", "values", "pages", SOCKET))
+        is_foreign = make and has_files and not (folder / _LOCK).exists()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InvalidInput(f"host arena {folder}: expected a folder, and this is none") from error
     except OSError as error:
         raise InvalidInput(f"host arena {folder}: {os_reason(error)}") from error
     if any(state.st_uid != os.getuid() or state.st_mode & (stat.S_IWOTH | stat.S_IWGRP) for state in states):
         raise InvalidInput(f"host arena {folder}: expected a folder of this user's that no other user may write in")
+    if is_foreign:
+        raise InvalidInput(f"host arena {folder}: another program's files are there: expected an empty folder")
 
 
 def _locked(path: Path, flags: int) -> int | None:
@@ -85,15 +103,15 @@ class OwnedArena:
     def __init__(self, folder: Path, shape: ArenaShape) -> None:
         own_folder(folder)
         self.folder, self.shape = folder, shape
-        (folder / "pages").mkdir(mode=0o700, exist_ok=True)
         # The lock's file stays for good: of a file that is removed, two processes could each lock one.
-        fd = _locked(folder / "lock", os.O_RDWR | os.O_CREAT)
+        fd = _locked(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         if fd is None:
             raise InvalidInput(
                 f"host arena {folder}: another process serves it: attach by host://{folder}, or end that one"
             )
         self.fd = fd
         try:
+            (folder / "pages").mkdir(mode=0o700, exist_ok=True)
             self.is_new = not self._fits()
             if self.is_new:
                 self._make()

@@ -36,11 +36,10 @@ from skymemory.store.base import (
     check_ttl,
 )
 from skymemory.store.host import messages
-from skymemory.store.host.arena import default_folder, map_read, map_write, own_folder, reader_of
+from skymemory.store.host.arena import SOCKET, default_folder, map_read, map_write, own_folder, reader_of
 from skymemory.store.host.layout import instance_of, values_bytes_of
 from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, HostOp, HostStatus
 from skymemory.store.host.owner import reason_of
-from skymemory.store.host.server import SOCKET
 
 _RETRY_S = 1.0
 """Time between attempts to reach an owner that is gone."""
