@@ -12,17 +12,28 @@ from _rivals import RIVALS, rival
 from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
+from skymemory_lab.sim.families import FAMILIES
 from skymemory_lab.sim.routed_strategies import strategy_for
 from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed
 from skymemory_lab.sim.trace import TraceRequest, jittered, read_trace
-from skymemory_lab.sim.workload import WORKLOADS, generate
+from skymemory_lab.sim.workload import generate
 
 NO_BOUND = 1e9
 OURS, GIVEN, PREDICTED = "least-ttft", "least-ttft, given speeds", "predicted-latency"
 ERROR = 0.1
 """Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routed_strategies``."""
-DURATIONS_S = {"conversations": 1_200.0, "tenants": 300.0, "agents": 900.0}
-"""Of the generator's families; the second half is measured."""
+DURATIONS_S = dict.fromkeys(FAMILIES, 200.0) | {
+    "conversations": 400.0,
+    "tenants": 150.0,
+    "agents": 300.0,
+    "shared-prompt": 100.0,
+    "sessions": 600.0,
+}
+"""Of the generator's families."""
+SMALL_CACHES = {"sessions": 1_200}
+"""Blocks per server, of families whose prompts would all fit in 5,000."""
+UNTUNED = ("azure-chat", "azure-code", "bursts", "burstgpt")
+"""Families on which nothing was tuned."""
 TRACE_TUNED = 0.7
 """Of a trace, the part that was tuned on; what comes behind it is measured."""
 
@@ -205,7 +216,7 @@ def requests_of(family: str, seed: int, trace: Path | None) -> tuple[list[TraceR
     if trace is not None:
         requests = jittered(read_trace(trace), seed)
     else:
-        requests = generate(WORKLOADS[family], DURATIONS_S[family], seed=seed)
-        if WORKLOADS[family].batch_s:
+        requests = generate(FAMILIES[family], DURATIONS_S[family], seed=seed)
+        if FAMILIES[family].batch_s:
             requests = jittered(requests, seed)
     return requests, [as_routed(request) for request in requests]

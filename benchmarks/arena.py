@@ -1,15 +1,19 @@
 """Every strategy against the originals as they are published: `python benchmarks/arena.py [--json FILE] [--quick]`.
 
-The picker and the strategies of `skymemory route`, in front of eight simulated servers (`sim.routing`: LLaMA-70B on
-8×A800 at half its speed, one prefill at a time, reports every 0.2 s, cache events 0.05 s late). A strategy learns as
-its original does, when it routes or from answers or events; ours learns servers' speeds from what it sees, and each of
-its estimates errs by 10 % besides. Part of the answers may come whole: then no first byte shows when a prefill ended.
+The picker and the strategies of `skymemory route`, in front of eight simulated servers (`sim.routing`, LLaMA-70B on
+8×A800 at half its speed) with three kinds of engines: `fifo` computes a prompt at a time and decodes elsewhere;
+`chunk` works in steps of 2,048 tokens with its answers in each, as vLLM; `shared` computes all its prompts at once.
+Load reports come each second, cache events 0.05 s late, the number of cached tokens with an answer's end. A strategy
+learns as its original does; ours learns servers' speeds from what it sees, and each of its estimates errs by 10 % besides.
+
+Judged by three means: time to first token, time per token after it, time of whole answers; and by the 99th percentile
+of the first. Further cells have answers that come whole, smaller caches, and servers at fault.
 
 Requests: of a published trace (`--traces`; by default Mooncake's conversation trace from `../shared/data`), whose last
-30 % are measured, and of three families of the seeded generator with seeds **newly drawn at each run**: they are in the
-JSON, and `--seeds A,B,…` plays them again. Every original plays twice: with its authors' settings, and with the best of
-a sweep of one of them. `--tune` runs those sweeps on the tuning part: the first 70 % of the trace, and the generator's
-seeds 1 to 3, which are never drawn. A cell's figure is the mean over seeds.
+30 % are measured, and of the generator's families with seeds **newly drawn at each run**: they are in the JSON, and
+`--seeds A,B,…` plays them again. Every original plays twice: with its authors' settings, and with the best of a sweep
+of one of them. `--tune` runs those sweeps on the tuning part: the first 70 % of the trace, and the generator's seeds 1
+to 3, which are never drawn. Nothing is tuned on the families of `UNTUNED`. A cell's figure is the mean over seeds.
 """
 
 from __future__ import annotations
@@ -24,24 +28,55 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _arena import DURATIONS_S, GIVEN, ORIGINALS, OURS, PREDICTED, TRACE_TUNED, Player, players, requests_of, scorer_of
+from _arena import (
+    DURATIONS_S,
+    GIVEN,
+    ORIGINALS,
+    OURS,
+    PREDICTED,
+    SMALL_CACHES,
+    TRACE_TUNED,
+    UNTUNED,
+    Player,
+    players,
+    requests_of,
+    scorer_of,
+)
 from _arena import swept as swept_player
 from _bench import print_table, versions, write_json
-from skymemory_lab.sim.routing import RoutingSetup, measured, simulate
+from skymemory_lab.sim.routing import RoutingSetup, ServerFault, measured, simulate
+from skymemory_lab.sim.routing_setup import EngineKind
 from skymemory_lab.sim.trace import at_rate, split_at
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 SERVERS = 8
-RATES, BLOCKS, WHOLE = (0.75, 1.0, 1.35, 2.0), (2_000, 5_000, 10_000), (0.0, 0.5, 1.0)
-SEEDS_OF_TRACES, SEEDS_OF_PREDICTED = 2, 1
-"""A trace's seeds only move arrivals by seconds; refitting trees every 10 s takes most of the time."""
+ENGINES: tuple[EngineKind, ...] = ("fifo", "chunk", "shared")
+RATES = (0.6, 1.0)
+STEPS = {"decode_token_s": 0.0127, "decode_more_s": 1.7e-4}
+"""Of LLaMA-70B on 8×A800 by its cost model: reading the weights once, and 3,000 tokens of context."""
+BAD = 3
+"""Number of the server at fault."""
+FAULTS: dict[str, tuple[float, ServerFault]] = {
+    "hung, streams": (0.0, ServerFault("hung", BAD, 60.0)),
+    "hung, whole answers": (1.0, ServerFault("hung", BAD, 60.0)),
+    "four times as slow": (0.0, ServerFault("slow", BAD, 60.0, factor=4.0)),
+    "emptied cache": (0.0, ServerFault("emptied", BAD, 90.0)),
+    "caches nothing": (0.0, ServerFault("uncached", BAD)),
+    "lies": (0.0, ServerFault("liar", BAD)),
+}
+"""Share of whole answers, and the fault; in `tenants` at the lower rate, on `chunk`."""
+METRICS = {"mean_s": "first token", "token_s": "per token", "answer_s": "whole answer"}
+AS_GOOD = 1.001
+"""Ratio up to which two means count as equal: where decoding costs nothing, they differ by rounding."""
+SEEDS, SEEDS_OF_PREDICTED = 3, 1
+"""Refitting trees every 10 s takes most of the time."""
 TUNED_SEEDS = (1, 2, 3)
-WARM = 0.2
-"""Of the tuning part of a trace, what fills the caches."""
+WARM = 0.4
+"""Share of a family's time that fills the caches."""
 SATURATED = 5.0
 """So many times its figure at the lowest rate, and the best strategy's queues only grow."""
 
@@ -49,9 +84,17 @@ SATURATED = 5.0
 @dataclass(frozen=True, slots=True)
 class Cell:
     family: str
+    engine: EngineKind
     rate: float
-    blocks: int
-    whole: float
+    blocks: int = 5_000
+    whole: float = 0.0
+    fault: str = ""
+
+    @property
+    def label(self) -> str:
+        parts = [f"{self.blocks:,} blocks"] if self.blocks not in (5_000, SMALL_CACHES.get(self.family)) else []
+        parts += [f"{self.whole:.0%} whole"] if self.whole and not self.fault else []
+        return ", ".join([*parts, *([self.fault] if self.fault else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +107,42 @@ class Run:
 
 
 def cells_of(family: str) -> Iterator[Cell]:
-    """All rates and parts of whole answers with 5,000 blocks a server, and other caches at two rates."""
-    for whole, rate in itertools.product(WHOLE, RATES):
-        yield Cell(family, rate, 5_000, whole)
-    for blocks, rate in itertools.product((2_000, 10_000), RATES[1:3]):
-        yield Cell(family, rate, blocks, 0.0)
+    """Each engine at both rates; of two families also whole answers, and smaller caches."""
+    blocks = SMALL_CACHES.get(family, 5_000)
+    for engine, rate in itertools.product(ENGINES, RATES):
+        yield Cell(family, engine, rate, blocks)
+    if family in ("conversations", "tenants"):
+        yield Cell(family, "chunk", 1.0, whole=0.5)
+        yield Cell(family, "chunk", 1.0, whole=1.0)
+        yield Cell(family, "chunk", 1.0, blocks=2_000)
+    if family == "tenants":
+        for fault, (whole, _) in FAULTS.items():
+            yield Cell(family, "chunk", min(RATES), whole=whole, fault=fault)
 
 
 def run(one: Run) -> dict[str, float]:
     cell, seed = one.cell, one.seed
     requests, prompts = requests_of(cell.family, seed, one.trace)
     requests = at_rate(requests, cell.rate)
-    from_s = split_at(requests, TRACE_TUNED if one.trace is not None else 0.5)
+    from_s = split_at(requests, TRACE_TUNED if one.trace is not None else WARM)
     if one.tuning and one.trace is not None:
         early = sum(request.at_s < from_s for request in requests)
         from_s = split_at(requests, WARM)
         requests, prompts = requests[:early], prompts[:early]
-    setup = RoutingSetup(servers=SERVERS, cache_blocks=cell.blocks, scrape_s=0.2, whole=cell.whole, seed=seed)
+    setup = RoutingSetup(
+        servers=SERVERS,
+        engine=cell.engine,
+        cache_blocks=cell.blocks,
+        whole=cell.whole,
+        usage=True,
+        faults=(FAULTS[cell.fault][1],) if cell.fault else (),
+        seed=seed,
+        **(STEPS if cell.engine == "chunk" else {}),
+    )
     scorer, events = scorer_of(one.player, setup)
     outcomes = simulate(requests, scorer, setup, events, prompts)
-    return measured(outcomes, SERVERS, from_s).as_json()
+    sent = sum(outcome.server == BAD and outcome.at_s >= from_s for outcome in outcomes)
+    return measured(outcomes, SERVERS, from_s).as_json() | {"to_it": sent}
 
 
 def play(runs: Sequence[Run], jobs: int, kept: Path | None = None) -> list[dict[str, float]]:
@@ -107,9 +166,8 @@ def play(runs: Sequence[Run], jobs: int, kept: Path | None = None) -> list[dict[
 
 
 def _name(one: Run) -> str:
-    cell = one.cell
     trace = one.trace.name if one.trace is not None else ""
-    return f"{trace} {cell.family} {cell.rate} {cell.blocks} {cell.whole} {one.player.name} {one.seed} {one.tuning}"
+    return f"{trace} {asdict(one.cell)} {one.player.name} {one.seed} {one.tuning}"
 
 
 def rows_of(runs: Sequence[Run], results: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
@@ -119,28 +177,21 @@ def rows_of(runs: Sequence[Run], results: Sequence[dict[str, float]]) -> list[di
         joined.setdefault((one.cell, one.player.name), {})[one.seed] = result
     rows = []
     for (cell, player), by_seed in joined.items():
-        row: dict[str, Any] = {
-            "family": cell.family,
-            "rate": cell.rate,
-            "blocks": cell.blocks,
-            "whole": cell.whole,
-            "player": player,
-            "seeds": list(by_seed),
-        }
-        for name in ("mean_s", "p50_s", "p90_s", "p99_s", "token_hits", "worst_share"):
-            row[name] = round(statistics.mean(one[name] for one in by_seed.values()), 4)
-        row["mean_s_of_seeds"] = [round(one["mean_s"], 4) for one in by_seed.values()]
-        row["p99_s_of_seeds"] = [round(one["p99_s"], 4) for one in by_seed.values()]
+        row: dict[str, Any] = asdict(cell) | {"player": player, "seeds": list(by_seed)}
+        for name in (*METRICS, "p99_s", "token_hits", "servers_used", "failed", "to_it"):
+            row[name] = round(statistics.mean(one[name] for one in by_seed.values()), 5)
+        for name in (*METRICS, "p99_s"):
+            row[f"{name} of seeds"] = [round(one[name], 5) for one in by_seed.values()]
         rows.append(row)
     return rows
 
 
-def interval(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float, float]:
+def interval(ours: dict[str, Any], theirs: dict[str, Any], metric: str) -> tuple[float, float, float]:
     """Ours over theirs, seed by seed: the geometric mean of the ratios and its 95 % interval (Student's t)."""
-    of_theirs = dict(zip(theirs["seeds"], theirs["mean_s_of_seeds"], strict=True))
+    of_theirs = dict(zip(theirs["seeds"], theirs[f"{metric} of seeds"], strict=True))
     logs = [
         math.log(mean_s / of_theirs[seed])
-        for seed, mean_s in zip(ours["seeds"], ours["mean_s_of_seeds"], strict=True)
+        for seed, mean_s in zip(ours["seeds"], ours[f"{metric} of seeds"], strict=True)
         if seed in of_theirs
     ]
     middle = statistics.mean(logs)
@@ -156,100 +207,117 @@ def _t975(freedom: int) -> float:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cell by cell: the best rival in the mean, how ours compares, and whether it is past saturation."""
+    """Cell by cell: the best rival by each metric, how ours compares, and whether it is past saturation."""
     cells: dict[Cell, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        cell = Cell(row["family"], row["rate"], row["blocks"], row["whole"])
-        cells.setdefault(cell, {})[row["player"]] = row
+        cells.setdefault(_cell_of(row), {})[row["player"]] = row
     found = []
     for cell, there in cells.items():
         ours = there[OURS]
         rivals = [row for name, row in there.items() if name not in (OURS, GIVEN)]
-        # a rival that ran on fewer seeds is compared on these
-        best = max(rivals, key=lambda rival: interval(ours, rival)[0])
-        ratio, low, high = interval(ours, best)
-        p99 = max(_p99_ratio(ours, rival) for rival in rivals)
-        slow = cells.get(replace(cell, rate=min(RATES)), cells.get(replace(cell, rate=min(RATES), blocks=5_000)))
-        saturated = slow is not None and ours["mean_s"] / max(1.0, ratio) > SATURATED * slow[OURS]["mean_s"]
-        row = {
-            "family": cell.family,
-            "rate": cell.rate,
-            "blocks": cell.blocks,
-            "whole": cell.whole,
-            "ours_s": ours["mean_s"],
-            "best": best["player"],
-            "ratio": round(ratio, 4),
-            "low": round(low, 4),
-            "high": round(high, 4),
-            "p99_ratio": round(p99, 4),
-            "saturated": saturated,
-        }
+        verdict: dict[str, Any] = asdict(cell) | {"untuned": cell.family in UNTUNED}
+        for metric in (*METRICS, "p99_s"):
+            # a rival that ran on fewer seeds is compared on these
+            best = max(rivals, key=lambda rival: interval(ours, rival, metric)[0])
+            ratio, low, high = interval(ours, best, metric)
+            verdict[metric] = {
+                "ours": ours[metric],
+                "best": best["player"],
+                "ratio": round(ratio, 4),
+                "low": round(low, 4),
+                "high": round(high, 4),
+            }
+        slow = cells.get(replace(cell, rate=min(RATES), whole=0.0, blocks=SMALL_CACHES.get(cell.family, 5_000)))
+        best_s = ours["mean_s"] / max(1.0, verdict["mean_s"]["ratio"])
+        verdict["saturated"] = not cell.fault and slow is not None and best_s > SATURATED * slow[OURS]["mean_s"]
+        verdict["servers_used"] = ours["servers_used"]
         if GIVEN in there:
-            row["over_given"] = round(interval(ours, there[GIVEN])[0], 4)
-        found.append(row)
+            verdict["over_given"] = round(interval(ours, there[GIVEN], "mean_s")[0], 4)
+        found.append(verdict)
     return found
 
 
-def _p99_ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    of_theirs = dict(zip(theirs["seeds"], theirs["p99_s_of_seeds"], strict=True))
-    pairs = zip(ours["seeds"], ours["p99_s_of_seeds"], strict=True)
-    return statistics.geometric_mean(p99_s / of_theirs[seed] for seed, p99_s in pairs if seed in of_theirs)
+def _cell_of(row: dict[str, Any]) -> Cell:
+    return Cell(*(row[name] for name in ("family", "engine", "rate", "blocks", "whole", "fault")))
 
 
 def summary(found: Sequence[dict[str, Any]]) -> list[str]:
     below = [one for one in found if not one["saturated"]]
-    won = sum(one["ratio"] <= 1 for one in below)
-    whole = [one["over_given"] for one in found if one["whole"] == 1.0 and "over_given" in one]
-    return [
-        f"best mean TTFT in {won} of {len(below)} cells below saturation, and in "
-        f"{sum(one['ratio'] <= 1 for one in found)} of all {len(found)}",
-        f"worst cell: {max(one['ratio'] for one in below):.3f} of the best rival below saturation, "
-        f"{max(one['ratio'] for one in found):.3f} in all",
-        f"worst 99th percentile: {max(one['p99_ratio'] for one in below):.3f} of the best rival's below saturation, "
-        f"{max(one['p99_ratio'] for one in found):.3f} in all",
-        *([f"all answers whole: at most {max(whole):.3f} of its own figure with given speeds"] if whole else []),
+    lines = []
+    for metric, name in METRICS.items():
+        ratios = [one[metric]["ratio"] for one in below]
+        worst = max(below, key=lambda one: one[metric]["ratio"])
+        lines.append(
+            f"{name}: best in {sum(ratio <= AS_GOOD for ratio in ratios)} of {len(ratios)} cells below saturation, "
+            f"within 5 % of the best rival in {sum(ratio <= 1.05 for ratio in ratios)}, at worst {max(ratios):.3f} "
+            f"({worst['family']}, {worst['engine']}, {worst['rate']:g}×{_label(worst)})"
+        )
+    p99 = [one["p99_s"]["ratio"] for one in below]
+    lines.append(
+        f"99th percentile of the first token: within 10 % of the best rival's in {sum(one <= 1.1 for one in p99)} of "
+        f"{len(p99)}, at worst {max(p99):.3f}"
+    )
+    healthy = [one for one in found if not one["fault"]]
+    lines.append(
+        f"servers used: at least {min(one['servers_used'] for one in healthy):.0%} in every cell without fault"
+    )
+    new = [one["mean_s"]["ratio"] for one in below if one["untuned"]]
+    if new:
+        lines.append(f"families on which nothing was tuned ({', '.join(UNTUNED)}): first token at worst {max(new):.3f}")
+    return lines
+
+
+def _label(one: dict[str, Any]) -> str:
+    label = _cell_of(one).label
+    return f", {label}" if label else ""
+
+
+def lost_table(found: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The cells in which a rival is better by any mean."""
+    rows = [["family", "engine", "rate", "", "mean", "ours", "best rival", "ours / it", "95 %"]]
+    for one in found:
+        for metric, name in METRICS.items():
+            verdict = one[metric]
+            if verdict["ratio"] > AS_GOOD:
+                rows.append(
+                    [one["family"], one["engine"], f"{one['rate']:g}×", _cell_of(one).label]
+                    + [name, _figure(verdict["ours"]), verdict["best"], f"{verdict['ratio']:.3f}", _interval(verdict)]
+                )
+    return rows
+
+
+def _interval(verdict: dict[str, Any]) -> str:
+    return f"{verdict['low']:.2f} to {verdict['high']:.2f}" if verdict["low"] < verdict["high"] else "one seed"
+
+
+def table_of(rows: Sequence[dict[str, Any]], engine: str, metric: str) -> list[list[str]]:
+    """Of an engine: a mean by player and family, with streams; first row: header."""
+    of = [row for row in rows if row["engine"] == engine and not _cell_of(row).label]
+    cells = list(dict.fromkeys((row["family"], row["rate"]) for row in of))
+    by = {(row["family"], row["rate"], row["player"]): row[metric] for row in of}
+    players = dict.fromkeys(row["player"] for row in of)
+    body = [
+        [f"**{player}**" if player == OURS else player]
+        + [_figure(by[*cell, player]) if (*cell, player) in by else "" for cell in cells]
+        for player in players
     ]
+    return [["strategy", *(f"{family}, {rate:g}×" for family, rate in cells)], *body]
 
 
-def tables(rows: Sequence[dict[str, Any]], family: str) -> dict[str, list[list[str]]]:
-    """Of a family: mean TTFT by player, once for streams and once for whole answers; first row: header."""
-    of = [row for row in rows if row["family"] == family]
-    found = {}
-    for name, chosen in (("streams", [0.0]), ("whole", [0.5, 1.0])):
-        cells = sorted({(row["whole"], row["blocks"], row["rate"]) for row in of if row["whole"] in chosen})
-        by = {(row["whole"], row["blocks"], row["rate"], row["player"]): row["mean_s"] for row in of}
-        label = (lambda c: f"{c[1]:,}, {c[2]:g}×") if name == "streams" else (lambda c: f"{c[0]:.0%}, {c[2]:g}×")
-        names = list(dict.fromkeys(row["player"] for row in of))
-        body = [
-            [f"**{player}**" if player == OURS else player]
-            + [_figure(by[*cell, player]) if (*cell, player) in by else "" for cell in cells]
-            for player in names
-        ]
-        found[name] = [["strategy", *map(label, cells)], *body]
-    return found
+def faults_table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """What a server at fault costs: mean time to first token, and requests sent there after the warm-up."""
+    of = [row for row in rows if row["fault"]]
+    by = {(row["player"], row["fault"]): row for row in of}
+    body = [
+        [f"**{player}**" if player == OURS else player]
+        + [f"{_figure(by[player, fault]['mean_s'])} ({by[player, fault]['to_it']:.0f})" for fault in FAULTS]
+        for player in dict.fromkeys(row["player"] for row in of)
+    ]
+    return [["strategy", *FAULTS], *body]
 
 
 def _figure(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
-
-
-def verdict_table(found: Sequence[dict[str, Any]]) -> list[list[str]]:
-    header = ["family", "blocks", "rate", "whole", "ours, s", "best rival", "ours / it", "95 %", "p99 / best", ""]
-    return [header] + [
-        [
-            one["family"],
-            f"{one['blocks']:,}",
-            f"{one['rate']:g}×",
-            f"{one['whole']:.0%}",
-            _figure(one["ours_s"]),
-            one["best"],
-            f"{one['ratio']:.3f}",
-            f"{one['low']:.2f} to {one['high']:.2f}" if one["low"] < one["high"] else "one seed",
-            f"{one['p99_ratio']:.2f}",
-            ("saturated " if one["saturated"] else "") + ("**lost**" if one["ratio"] > 1 else ""),
-        ]
-        for one in found
-    ]
 
 
 def originals_table() -> list[list[str]]:
@@ -270,10 +338,13 @@ def originals_table() -> list[list[str]]:
 def results(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
     """What the JSON holds: the figures, what they say cell by cell, and the tables of the page."""
     found = verdicts(rows)
-    shown = {"originals": originals_table(), "verdicts": verdict_table(found)}
-    for family in dict.fromkeys(row["family"] for row in rows):
-        shown |= {f"{family} {name}": table for name, table in tables(rows, family).items()}
-    kept = [{name: value for name, value in row.items() if name != "p99_s_of_seeds"} for row in rows]
+    shown = {"originals": originals_table(), "lost": lost_table(found)}
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        for metric in METRICS if engine == "chunk" else ("mean_s",):
+            shown[f"{engine}, {METRICS[metric]}"] = table_of(rows, engine, metric)
+    if any(row["fault"] for row in rows):
+        shown["faults"] = faults_table(rows)
+    kept = [{name: value for name, value in row.items() if not name.endswith("of seeds")} for row in rows]
     return {
         "benchmark": "arena",
         "seeds": list(seeds),
@@ -299,9 +370,10 @@ def written(made: dict[str, Any]) -> str:
 def tune(families: dict[str, Path | None], jobs: int, json_path: Path | None, only: frozenset[str]) -> None:
     """Each setting's values on the tuning part, and the published ones: geometric mean over cells, of the best."""
     cells = [
-        Cell(family, rate, blocks, whole)
+        Cell(family, engine, 1.0, SMALL_CACHES.get(family, 5_000))
         for family in families
-        for rate, blocks, whole in ((1.0, 5_000, 0.0), (1.35, 5_000, 0.5), (1.35, 2_000, 0.0))
+        if family not in UNTUNED
+        for engine in ENGINES
     ]
     runs = []
     tuned = [one for one in ORIGINALS if not only or one.strategy in only]
@@ -325,28 +397,29 @@ def tune(families: dict[str, Path | None], jobs: int, json_path: Path | None, on
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Ours over each rival by rate, one picture a family: below 1 ours is quicker."""
+    """Each rival over ours, by family, a picture for each engine: above 1 ours is quicker."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    families = list(dict.fromkeys(row["family"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(families), figsize=(4.2 * len(families), 3.8), squeeze=False, sharey=True)
-    for place, family in zip(axes[0], families, strict=True):
-        of = [row for row in rows if row["family"] == family and row["blocks"] == 5_000 and row["whole"] == 0]
-        ours = {row["rate"]: row["mean_s"] for row in of if row["player"] == OURS}
+    figure, axes = pyplot.subplots(1, len(ENGINES), figsize=(5.2 * len(ENGINES), 4.6), squeeze=False, sharey=True)
+    for place, engine in zip(axes[0], ENGINES, strict=True):
+        of = [row for row in rows if row["engine"] == engine and row["rate"] == 1.0 and not _cell_of(row).label]
+        ours = {row["family"]: row["mean_s"] for row in of if row["player"] == OURS}
         for player in dict.fromkeys(row["player"] for row in of):
-            theirs = sorted((row["rate"], row["mean_s"]) for row in of if row["player"] == player)
-            if player not in (OURS, GIVEN) and "," not in player:
-                ratios = [seconds / ours[rate] for rate, seconds in theirs]
-                place.plot([f"{rate:g}×" for rate, _ in theirs], ratios, marker="o", ms=3, lw=1.2, label=player)
+            if player in (OURS, GIVEN) or "," in player:
+                continue
+            theirs = {row["family"]: row["mean_s"] for row in of if row["player"] == player}
+            ratios = [theirs[family] / ours[family] for family in ours if family in theirs]
+            place.plot([family for family in ours if family in theirs], ratios, marker="o", ms=4, lw=0.6, label=player)
         place.axhline(1.0, color="black", lw=2, label=f"{OURS} (default)")
         place.set_yscale("log")
-        place.set_title(family, fontsize=9)
+        place.set_title(engine, fontsize=10)
+        place.tick_params(axis="x", rotation=70, labelsize=8)
         place.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("mean TTFT over the default's")
-    axes[0][-1].legend(fontsize=6.5)
+    axes[0][0].set_ylabel("mean time to first token over the default's")
+    axes[0][-1].legend(fontsize=6.5, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"written: {path}", file=sys.stderr)
@@ -357,7 +430,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, nargs="*", default=[TRACE], metavar="FILE")
     parser.add_argument("--families", default=",".join(DURATIONS_S), metavar="A,B", help="of the generator")
     parser.add_argument("--strategies", metavar="A,B", help="these alone, and ours")
-    parser.add_argument("--seeds", metavar="A,B", help="instead of ten new ones")
+    parser.add_argument("--seeds", metavar="A,B", help="instead of new ones")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--quick", action="store_true", help="two seeds, one cell of each family, no trace")
     parser.add_argument("--tune", action="store_true", help="the sweeps on the tuning part, instead")
@@ -386,23 +459,19 @@ def main() -> None:
     if options.seeds:
         seeds = [int(seed) for seed in options.seeds.split(",")]
     else:
-        seeds = random.SystemRandom().sample(range(1_000, 1_000_000), 2 if options.quick else 10)
+        seeds = random.SystemRandom().sample(range(1_000, 1_000_000), 2 if options.quick else SEEDS)
         print(f"seeds drawn: {','.join(map(str, seeds))}", file=sys.stderr)
     runs = []
     for family, trace in families.items():
-        cells = [Cell(family, 1.0, 5_000, 0.0)] if options.quick else list(cells_of(family))
-        for cell, player in itertools.product(cells, playing):
+        cells = [Cell(family, "chunk", 1.0, SMALL_CACHES.get(family, 5_000))] if options.quick else cells_of(family)
+        for cell, player in itertools.product(list(cells), playing):
             most = SEEDS_OF_PREDICTED if player.strategy == PREDICTED else len(seeds)
-            most = min(most, SEEDS_OF_TRACES) if trace is not None else most
             runs += [Run(cell, player, seed, trace, False) for seed in seeds[:most]]
     rows = rows_of(runs, play(runs, options.jobs, options.kept))
-    for family in families:
-        for name, table in tables(rows, family).items():
-            if len(table[0]) > 1:
-                print_table(f"{family}: mean TTFT, s, {name}", table[0], table[1:])
     made = results(rows, seeds)
-    header, *body = made["tables"]["verdicts"]
-    print_table("Cell by cell", header, body)
+    for name, (header, *body) in made["tables"].items():
+        if name != "originals":
+            print_table(name, header, body)
     print("\n" + "\n".join(made["summary"]))
     if options.json is not None:
         options.json.write_text(written(made), "utf-8")
