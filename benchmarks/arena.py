@@ -4,7 +4,8 @@ The picker and the strategies of `skymemory route`, in front of eight simulated 
 8×A800 at half its speed) with three kinds of engines: `fifo` computes a prompt at a time and decodes elsewhere;
 `chunk` works in steps of 2,048 tokens with its answers in each, as vLLM; `shared` computes all its prompts at once.
 Load reports come each second, cache events 0.05 s late, the number of cached tokens with an answer's end. A strategy
-learns as its original does; ours learns servers' speeds from what it sees, and each of its estimates errs by 10 % besides.
+learns as its original does; ours learns servers' speeds from what it sees, and each of its estimates errs by 10 %
+besides.
 
 Judged by three means: time to first token, time per token after it, time of whole answers; and by the 99th percentile
 of the first. Further cells have answers that come whole, smaller caches, and servers at fault.
@@ -73,7 +74,7 @@ METRICS = {"mean_s": "first token", "token_s": "per token", "answer_s": "whole a
 AS_GOOD = 1.001
 """Ratio up to which two means count as equal: where decoding costs nothing, they differ by rounding."""
 SEEDS, SEEDS_OF_PREDICTED = 3, 1
-"""Refitting trees every 10 s takes most of the time."""
+"""Refitting trees every 10 s takes most of the time; of a trace, a seed only moves arrivals by seconds."""
 TUNED_SEEDS = (1, 2, 3)
 WARM = 0.4
 """Share of a family's time that fills the caches."""
@@ -106,10 +107,10 @@ class Run:
     tuning: bool
 
 
-def cells_of(family: str) -> Iterator[Cell]:
-    """Each engine at both rates; of two families also whole answers, and smaller caches."""
+def cells_of(family: str, is_trace: bool) -> Iterator[Cell]:
+    """Each engine at both rates (a trace is long: one); of two families also whole answers, and smaller caches."""
     blocks = SMALL_CACHES.get(family, 5_000)
-    for engine, rate in itertools.product(ENGINES, RATES):
+    for engine, rate in itertools.product(("chunk",) if is_trace else ENGINES, RATES):
         yield Cell(family, engine, rate, blocks)
     if family in ("conversations", "tenants"):
         yield Cell(family, "chunk", 1.0, whole=0.5)
@@ -463,9 +464,13 @@ def main() -> None:
         print(f"seeds drawn: {','.join(map(str, seeds))}", file=sys.stderr)
     runs = []
     for family, trace in families.items():
-        cells = [Cell(family, "chunk", 1.0, SMALL_CACHES.get(family, 5_000))] if options.quick else cells_of(family)
+        cells = (
+            [Cell(family, "chunk", 1.0, SMALL_CACHES.get(family, 5_000))]
+            if options.quick
+            else cells_of(family, trace is not None)
+        )
         for cell, player in itertools.product(list(cells), playing):
-            most = SEEDS_OF_PREDICTED if player.strategy == PREDICTED else len(seeds)
+            most = SEEDS_OF_PREDICTED if player.strategy == PREDICTED or trace is not None else len(seeds)
             runs += [Run(cell, player, seed, trace, False) for seed in seeds[:most]]
     rows = rows_of(runs, play(runs, options.jobs, options.kept))
     made = results(rows, seeds)
