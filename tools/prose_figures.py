@@ -87,7 +87,7 @@ def _whole_shell() -> str:
 
 def _below_saturation(key: str) -> list[float]:
     verdicts = json.loads((FOLDER / "arena.json").read_text("utf-8"))["verdicts"]
-    return [cell[key] for cell in verdicts if not cell["saturated"]]
+    return [cell["mean_s"][key] for cell in verdicts if not cell["saturated"]]
 
 
 def _cold_loads(chunk_tokens: int, *, random: bool) -> list[Row]:
@@ -202,7 +202,7 @@ def _who_pays() -> str:
 
 def _led() -> str:
     ratios = _below_saturation("ratio")
-    return f"{sum(ratio <= 1 for ratio in ratios)} of {len(ratios)} cells"
+    return f"{sum(ratio <= 1.001 for ratio in ratios)} of {len(ratios)} cells"
 
 
 def _mutants() -> str:
