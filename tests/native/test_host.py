@@ -99,7 +99,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         epoch = self.reader.epoch
         self.directory = native.HostDirectory(self.memory)
         assert self.reader.epoch == epoch + 1
-        self.twin = {key: (offset, size, check & ~CHECKED, end) for key, (offset, size, check, end) in self.twin.items()}
+        self.twin = {
+            key: (offset, size, check & ~CHECKED, end) for key, (offset, size, check, end) in self.twin.items()
+        }
 
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: bytes) -> None:
@@ -127,7 +129,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         assert self.reader.sizes(KEYS) == [self.twin[key][1] if self.living(key) else None for key in KEYS]
         assert self.reader.prefix(KEYS) == next((at for at, key in enumerate(KEYS) if not self.living(key)), len(KEYS))
-        found = [(key, offset, size, check & (2 * CHECKED - 1), end) for key, offset, size, check, end in self.directory.entries()]
+        found = [
+            (key, offset, size, check & (2 * CHECKED - 1), end)
+            for key, offset, size, check, end in self.directory.entries()
+        ]
         assert sorted(found) == sorted((key, *rest) for key, rest in self.twin.items())
         assert self.directory.held_offsets([self.page]) == {view.offset for view in self.views}
         assert self.reader.held == len(self.views)

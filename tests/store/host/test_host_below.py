@@ -130,6 +130,22 @@ def test_by_their_addresses_with_a_disk_below(folder: Path, tmp_path: Path) -> N
         assert read(client.get_many(keys)) == [value(at) for at in range(3)], "from the disk, after all has ended"
 
 
+def test_an_owner_that_starts_again_costs_its_clients_no_value_of_farther_tiers(folder: Path, tmp_path: Path) -> None:
+    address = f"tiers:?tier=host://4MiB?at={folder}&tier=disk://{tmp_path}/values?budget=64MiB"
+    first = open_store(address)
+    with HostStore(folder) as client:
+        assert client.put_many([(key(number), value(number)) for number in range(3)]) == [True] * 3
+        assert client.lookup([key(9)]) == [Presence.MISS], "by a connection that stays open"
+        first.close()
+        with open_store(address):
+            in_time(
+                lambda: client._follow_owner() is client._mapping and client._counters.as_dict().get("reconnects") == 1
+            )
+            assert read(client.get_many([key(0)])) == [value(0)] and client.lookup([key(1)]) == [Presence.HIT]
+            assert client.put_many([(key(3), value(3))]) == [True]
+            assert "unanswered_total" not in client.stats()
+
+
 def test_a_named_value_is_in_all_tiers_when_it_is_acknowledged(
     client: HostStore, far: SlowStore, tiers: TieredStore
 ) -> None:

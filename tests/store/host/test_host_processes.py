@@ -549,6 +549,35 @@ def test_an_arena_larger_than_memory_is_refused_before_any_is_taken(folder: Path
     assert not (folder / "values").exists()
 
 
+def test_memory_missing_for_a_clients_page_costs_no_later_owner_its_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ServedArena(folder, BUDGET_BYTES, keep=True) as owner:
+        owner.put_many([(key(1), value(1))])
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", lambda *_: os.pwrite(-1, b"", 0))
+            with pytest.raises(SkyMemoryError, match="no page for a client: Bad file descriptor"):
+                HostStore(folder)
+        with HostStore(folder) as client:
+            assert client.get_many([key(1)]) == [value(1)]
+    (folder / "pages" / "99.new").touch()  # of an owner that was killed
+    with ServedArena(folder, BUDGET_BYTES) as owner, HostStore(folder) as client:
+        assert client.get_many([key(1)]) == [value(1)]
+        assert not [*(folder / "pages").glob("*.new")]
+
+
+def test_an_owner_whose_folder_was_taken_away_removes_no_file_of_the_next(folder: Path) -> None:
+    """As when a user's last session ends (logind's RemoveIPC)."""
+    owner = ServedArena(folder, BUDGET_BYTES)
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with ServedArena(folder, BUDGET_BYTES) as successor:
+        successor.put_many([(key(1), value(1))])
+        owner.close()
+        with HostStore(folder) as client:
+            assert client.get_many([key(1)]) == [value(1)]
+
+
 def test_clients_of_a_hierarchy_know_of_farther_tiers_from_the_first(folder: Path, tmp_path: Path) -> None:
     arena = ServedArena(folder, BUDGET_BYTES, is_nearest=True)
     with pytest.raises(SkyMemoryError, match="no owner answers"):

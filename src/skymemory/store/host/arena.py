@@ -66,15 +66,23 @@ def _locked(path: Path, flags: int) -> int | None:
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
+        if _is_at(fd, path):
             return fd
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     except BaseException:
         os.close(fd)
         raise
     os.close(fd)
     return None
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return True if this file is still the one at the path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _available_bytes() -> float:
@@ -189,19 +197,32 @@ class OwnedArena:
             os.close(fd)
 
     def new_page(self, number: int) -> Path:
-        """Make the page of a client; its number is new."""
+        """Make the page of a client, whole before it has its name; its number is new. Raises InvalidInput without
+        memory for it.
+        """
         path = self.folder / "pages" / f"{number}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        made = path.with_suffix(".new")
         try:
-            os.posix_fallocate(fd, 0, PAGE_BYTES)
-            with mmap.mmap(fd, PAGE_BYTES) as page:
-                write_page_head(page)
-        finally:
-            os.close(fd)
+            fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, PAGE_BYTES)
+                with mmap.mmap(fd, PAGE_BYTES) as page:
+                    write_page_head(page)
+                made.rename(path)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            made.unlink(missing_ok=True)
+            raise InvalidInput(f"host arena {self.folder}: no page for a client: {os_reason(error)}") from error
         return path
 
     def pages(self) -> list[int]:
-        return sorted(int(path.name) for path in (self.folder / "pages").iterdir() if path.name.isdigit())
+        """Return the numbers of pages; what a killed owner left half made is removed."""
+        found = list((self.folder / "pages").iterdir())
+        for path in found:
+            if path.suffix == ".new":
+                path.unlink()
+        return sorted(int(path.name) for path in found if path.name.isdecimal())
 
     def give_memory_back(self, kept: Iterable[tuple[int, int]]) -> None:
         """Free the memory of ``values`` for all who map it, but for ``kept`` (begin, size), ascending."""
@@ -225,8 +246,8 @@ class OwnedArena:
             os.close(self.fd)
 
     def close(self, keep: bool) -> None:
-        """Give the arena up; remove the files unless ``keep``."""
-        if not keep:
+        """Give the arena up; remove the files unless ``keep``, or if the folder is another owner's by now."""
+        if not keep and _is_at(self.fd, self.folder / _LOCK):
             for path in (self.folder / "values", *(self.folder / "pages").iterdir()):
                 path.unlink(missing_ok=True)
             (self.folder / "directory").unlink(missing_ok=True)

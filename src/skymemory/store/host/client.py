@@ -267,9 +267,13 @@ class HostStore(RemoteStore):
     def _ask_one_below(self, message: bytes, until_s: float) -> memoryview | None:
         sock = None
         try:
-            with suppress(IndexError):
-                sock = self._idle_below.pop()
-            sock = sock or self._connect_below()
+            while sock is None or _is_ended(sock):  # by an owner before
+                if sock is not None:
+                    sock.close()
+                try:
+                    sock = self._idle_below.pop()
+                except IndexError:
+                    sock = self._connect_below()
             sock.settimeout(max(until_s - time.monotonic(), 0.001))
             sock.send(message)
             answer = _opened(sock.recv(MAX_BYTES))

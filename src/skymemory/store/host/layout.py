@@ -62,7 +62,9 @@ class ArenaShape:
 
     @property
     def directory_bytes(self) -> int:
-        return HEAD_BYTES + -(-4 * self.buckets // ENTRY_BYTES) * ENTRY_BYTES + (ENTRY_BYTES + _END_BYTES) * self.entries
+        return (
+            HEAD_BYTES + -(-4 * self.buckets // ENTRY_BYTES) * ENTRY_BYTES + (ENTRY_BYTES + _END_BYTES) * self.entries
+        )
 
     def is_of(self, directory: mmap) -> bool:
         """Return True if a directory has this shape, in this release."""
