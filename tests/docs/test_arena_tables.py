@@ -33,7 +33,9 @@ def test_every_strategy_plays_in_every_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", BELOW, ids=lambda one: f"{one['family']}, {one['engine']}, {one['rate']}x, {one['whole']:.0%}, {one['fault']}"
+    "cell",
+    BELOW,
+    ids=lambda one: f"{one['family']}, {one['engine']}, {one['rate']}x, {one['whole']:.0%}, {one['fault']}",
 )
 def test_the_default_is_never_far_behind(cell: dict[str, Any]) -> None:
     assert all(cell[metric]["ratio"] <= 1.05 for metric in ("mean_s", "token_s", "answer_s"))

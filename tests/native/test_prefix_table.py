@@ -194,7 +194,7 @@ def test_ages_of_what_was_used_again_and_of_what_had_to_go(impl: ModuleType) -> 
     for block in (1, 2, 3):
         table.learn(0, np.array([block], dtype=np.uint64))
     table.learn(2, np.array([1], dtype=np.uint64))
-    assert table.oldest(0) == 3 and [table.oldest(slot) for slot in (1, 2, 9)] == [-1] * 3
+    assert [table.oldest(slot) for slot in (0, 1, 2, 9)] == [3, -1, 0, -1]
     table.learn(0, np.array([1], dtype=np.uint64))  # four chains after its last use: three binary digits
     table.learn(0, np.array([4], dtype=np.uint64))  # 2 has to go, also four chains after
     used, evicted = table.ages()

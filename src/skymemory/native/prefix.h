@@ -147,7 +147,7 @@ void sky_table_walk(Table *table, const char *hashes, size_t count, uint64_t *le
 int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count);
 /* Leading blocks of those ``count`` that a slot uses at least every ``interval`` chains; it holds all of them. */
 size_t sky_table_used_every(const Table *table, size_t slot, const char *hashes, size_t count, uint64_t interval);
-/* Age of the block that a slot would evict next; -1: it has room. */
+/* Age of the block that a slot would evict next; -1: it is empty. */
 long long sky_table_oldest(const Table *table, size_t slot);
 /* Number of removed blocks; -1: no memory, and nothing has changed. */
 long long sky_table_drop(Table *table, size_t slot, uint64_t key);

@@ -211,7 +211,7 @@ size_t sky_table_used_every(const Table *table, size_t slot, const char *hashes,
 long long sky_table_oldest(const Table *table, size_t slot)
 {
     const Shelf *shelf = slot < table->slots ? &table->shelves[slot] : NULL;
-    if (!shelf || !shelf->used || shelf->used < sky_table_capacity(table, slot))
+    if (!shelf || !shelf->used)
         return -1;
     return (long long)(uint32_t)(table->learned - shelf->entries[shelf->oldest].used);
 }

@@ -117,13 +117,14 @@ def test_whole_answers_teach_by_what_is_estimated_before_them() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
 def test_chances_fall_with_age_and_stay_between_0_and_1(counts: list[tuple[int, int]]) -> None:
-    chances = chances_of_use(*zip(*counts, strict=True))
+    chances = [chance for chance, _ in chances_of_use(*zip(*counts, strict=True))]
     assert all(0.0 <= later <= sooner <= 1.0 for sooner, later in pairwise([1.0, *chances, 0.0]))
 
 
 def test_without_eviction_the_chance_is_the_share_that_is_used_again() -> None:
     """Blocks of three ages, of which none was evicted before the last: the estimate is the plain share."""
-    assert chances_of_use((4, 3, 1), (0, 0, 2)) == pytest.approx((0.8, 4 / 6, 1 / 3))
+    chances, blocks = zip(*chances_of_use((4, 3, 1), (0, 0, 2)), strict=True)
+    assert chances == pytest.approx((0.8, 4 / 6, 1 / 3)) and blocks == (10, 6, 3)
 
 
 def a_table(capacity: int = 8) -> native.PrefixTable:
@@ -147,7 +148,7 @@ def test_a_cache_is_crowded_by_what_will_be_used() -> None:
     table = a_table()
     price = EvictionPrice(table)
     assert price.crowding(0) == 0.0 and price.future_uses == 12
-    price.sent(1_000_000_000, 800_000_000)
+    price.sent(7, 1_000_000_000, 800_000_000, 0)
     assert price.future_uses == pytest.approx(4.0, rel=0.01)
     for number in range(4):
         table.learn(0, a_request((number, 1)).prompt.blocks)
@@ -174,13 +175,21 @@ def test_three_denials_in_a_row_end_trust_and_truth_brings_it_back() -> None:
 
 def test_what_was_due_is_late_until_it_comes() -> None:
     due = AnswersDue()
-    first, second = due.add(0, 5.0), due.add(0, 3.0)
-    assert due.first_s(0) == 3.0 and due.first_s(1) == math.inf
-    due.drop(0, second)
-    due.drop(0, second)
-    assert due.first_s(0) == 5.0
-    due.drop(0, first)
+    ticket = due.add(0, 1.0, 7.0)
+    assert due.first_s(0) == 17.0, "not yet known how long answers take"
+    due.drop(0, ticket)
+    for seconds in (4.0, 5.0, 6.0) * 20:
+        due.came(0, 2.5, seconds, 5.0)
     assert due.first_s(0) == math.inf
+    first, second = due.add(1, 2.5, 10.0), due.add(1, 0.5, 11.0)
+    assert 10.0 + 6.0 < due.first_s(1) < 10.0 + 12.0 or 11.0 + 1.2 < due.first_s(1) < 11.0 + 2.4
+    due.drop(1, second)
+    due.drop(1, second)
+    assert 10.0 + 6.0 < due.first_s(1) < 10.0 + 12.0
+    due.came(1, 2.5, 5.0, 100.0)  # of a request that came before: it is slow, but it answers
+    assert due.first_s(1) == 100.0 + 4 * 5.0
+    due.drop(1, first)
+    assert due.first_s(1) == math.inf == due.first_s(9)
 
 
 # --- what prefills take ---
@@ -217,7 +226,7 @@ def test_an_interval_with_a_prefill_that_nothing_shows_says_nothing() -> None:
 
 
 def a_picker(fleet: Fleet, **options: object) -> Picker:
-    return Picker(fleet, LeastTtft(ApproximatePrefixIndex(64), LeastTtftSettings(**options)))  # type: ignore[arg-type]
+    return Picker(fleet, LeastTtft(ApproximatePrefixIndex(4096), LeastTtftSettings(**options)))  # type: ignore[arg-type]
 
 
 def answer(picker: Picker, server: str, request: Request, at_s: float, ttft_s: float, whole_s: float) -> None:

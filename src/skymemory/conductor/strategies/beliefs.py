@@ -52,20 +52,50 @@ class HitTrust:
 
 
 class AnswersDue:
-    """Times at which answers that are not streamed were to be there: a server that does not answer is late."""
+    """Times at which answers that are not streamed were to be there: a server that does not answer is late.
+
+    How far answers are off their estimates is learnt as TCP learns a round trip (RFC 6298): an answer is due after the
+    mean ratio and four mean deviations of its estimate. A server that goes on answering others is not late: none is
+    before ``GAPS`` of its usual times from answer to answer have passed without one.
+    """
+
+    GAPS = 4.0
+
+    ENOUGH = 8
+    """Answers below which one is due after ``UNKNOWN`` times its estimate."""
+    UNKNOWN = 10.0
 
     def __init__(self) -> None:
         self._due: dict[int, OrderedDict[int, float]] = {}
-        self._tickets = 0
+        self._tickets = self._answers = 0
+        self._ratio, self._deviation = 0.0, 0.0
+        self._signs: dict[int, tuple[float, float]] = {}
+        """Time of a server's last answer, and the usual time from one to the next."""
 
-    def add(self, slot: int, due_s: float) -> int:
-        """Add an answer; return a ticket, never 0."""
+    def add(self, slot: int, expected_s: float, now_s: float) -> int:
+        """Add an answer that is expected to take ``expected_s``; return a ticket, never 0."""
         self._tickets += 1
         due = self._due.setdefault(slot, OrderedDict())
-        due[self._tickets] = due_s
+        is_known = self._answers >= self.ENOUGH
+        allowed = self._ratio + 4.0 * self._deviation if is_known else self.UNKNOWN
+        due[self._tickets] = now_s + allowed * expected_s
         if len(due) > MOST_DUE:
             due.popitem(last=False)
         return self._tickets
+
+    def came(self, slot: int, expected_s: float, seconds: float, now_s: float) -> None:
+        """Record how long an answer took."""
+        last_s, gap_s = self._signs.get(slot, (now_s - seconds, seconds))
+        passed_s = min(seconds, now_s - last_s)
+        self._signs[slot] = now_s, gap_s + (passed_s - gap_s) / 8
+        if expected_s <= 0:
+            return
+        ratio = seconds / expected_s
+        if not self._answers:
+            self._ratio, self._deviation = ratio, ratio / 2
+        self._deviation += (abs(ratio - self._ratio) - self._deviation) / 4
+        self._ratio += (ratio - self._ratio) / 8
+        self._answers += 1
 
     def drop(self, slot: int, ticket: int) -> None:
         if (due := self._due.get(slot)) is not None:
@@ -74,7 +104,11 @@ class AnswersDue:
     def first_s(self, slot: int) -> float:
         """Return when the first of a server's answers was or is due; infinite if none is open."""
         due = self._due.get(slot)
-        return min(due.values()) if due else math.inf
+        if not due:
+            return math.inf
+        last_s, gap_s = self._signs.get(slot, (-math.inf, 0.0))
+        return max(min(due.values()), last_s + self.GAPS * gap_s)
 
     def forget(self, slot: int) -> None:
         self._due.pop(slot, None)
+        self._signs.pop(slot, None)

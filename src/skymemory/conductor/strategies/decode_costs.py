@@ -45,6 +45,10 @@ KEPT = 16
 """Observations per server."""
 
 
+ASSUMED = Step(0.02, 2e-4)
+"""Before any answer has ended: only proportions matter."""
+
+
 @dataclass(slots=True)
 class _Decoding:
     """Answers under way at a server. ``answers_s`` and ``prefilled_s`` only grow: sums over time since the start."""
@@ -71,7 +75,7 @@ class DecodeCosts:
     """Model of a server's steps, common to all but for a factor of those that differ.
 
     A token takes longer the more answers are under way, and if prefills share its steps (chunked prefill) or hold them
-    up. Without evidence nothing takes longer.
+    up. Without evidence only the former, and little.
     """
 
     EVERY, ENOUGH = 8, 4
@@ -79,7 +83,7 @@ class DecodeCosts:
     """Deviation from the common model within which a server follows it."""
 
     def __init__(self) -> None:
-        self.step = Step()
+        self.step = ASSUMED
         self._servers: dict[int, _Decoding] = {}
         self._count = 0
         self._is_streamed = False
@@ -119,8 +123,7 @@ class DecodeCosts:
         if unseen_s is None or not self._is_streamed:
             answers = (server.answers_s - mark.answers_s) / whole_s
             steps = output_tokens - 1
-            prefilled_s = server.prefilled_s - mark.prefilled_s if unseen_s is None else 0.0
-            self._observe(server, answers, prefilled_s / steps, seconds / steps)
+            self._observe(server, answers, (server.prefilled_s - mark.prefilled_s) / steps, seconds / steps)
 
     def prefilled(self, slot: int, seconds: float, now_s: float) -> None:
         """Record seconds of prefill at a server."""

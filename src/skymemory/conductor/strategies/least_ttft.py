@@ -26,13 +26,14 @@ from skymemory.conductor.strategies.estimates import (
     PrefillCost,
     ServerSpeeds,
 )
-from skymemory.conductor.strategies.server_prices import GOALS, ServerPrices
+from skymemory.conductor.strategies.server_prices import GOALS, Due, ServerPrices
 from skymemory.conductor.strategies.strategy_base import GainThreshold, Indexed, RequestNotes
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, HOT, SET_BACK_S, Price
 
 _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of computing"
 _PRICE = "seconds of decoding and evicting"
+REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +135,11 @@ _score_at = struct.Struct("=d").unpack_from
 
 @dataclass(slots=True)
 class _Estimated:
-    """Estimates of a request that was sent, and the tickets of its prefill and of its answer due (0: it streams)."""
+    """Estimates of a request that was sent, and the ticket of its prefill."""
 
     prefill: int
-    due: int
+    due: Due
+    matched: int
     saved: int
     routed_s: float
     wait_s: float
@@ -187,6 +189,7 @@ class LeastTtft(Indexed):
         self._table = index.whole_table if isinstance(index, ApproximatePrefixIndex) else None
         self._last: _Last | None = None
         self._read: dict[int, ReportedLoad] = {}
+        self._refreshed_s = 0.0
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
         self._intervals = BusyIntervals()
@@ -198,6 +201,7 @@ class LeastTtft(Indexed):
         speeds = self.speeds
         if self._overridden or type(speeds) is not LearnedSpeeds or (self._loads is not None and self._loads.any):
             return self._rank_by_parts(request, servers, now_s)
+        self._refresh(servers, now_s)
         prompt, table = request.prompt, self._table
         best, held_back, unworthy, scores, figures = self._ranker.rank(
             self.held_blocks(prompt, servers) if table is None else table,
@@ -224,6 +228,7 @@ class LeastTtft(Indexed):
         self._last = None
         prompt = request.prompt
         self._read_reports(servers)
+        self._refresh(servers, now_s)
         slots = [server.slot for server in servers]
         prices = [self._prices.of(slot) for slot in slots]
         matched = self._trusted_tokens(prompt, self.matched_blocks(prompt, servers), prices)
@@ -294,6 +299,13 @@ class LeastTtft(Indexed):
             if server.reported is not None:
                 self._prices.update(server, self._queues.usual_s, server.reported.at_s)
 
+    def _refresh(self, servers: Sequence[Server], now_s: float) -> None:
+        """Compute all prices again from time to time: reports grow old, and servers idle."""
+        if now_s - self._refreshed_s >= REFRESH_S:
+            self._refreshed_s = now_s
+            for server in servers:
+                self._prices.update(server, self._queues.usual_s, now_s)
+
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
         """Return the reasons of a ranking; ``unworthy``: tokens of a best match too short to follow."""
         reasons = [self._gain.why_not(unworthy, prompt.tokens)] if unworthy else []
@@ -339,10 +351,10 @@ class LeastTtft(Indexed):
         (wait_s,) = self.waits_s(request, (server,), now_s)
         prefill = self._queues.add(slot, work_s, now_s, 0.0, not request.streams)
         due = self._prices.routed(request, server, matched, wait_s + work_s, now_s)
-        sent = _Estimated(prefill, due, matched, now_s, wait_s, work_s, load)
+        sent = _Estimated(prefill, due, matched, matched, now_s, wait_s, work_s, load)
         if not request.streams:
-            sent.decoding = self._prices.decoding.began(slot, now_s)
             self._prices.decoding.prefilled(slot, work_s, now_s)
+            sent.decoding = self._prices.decoding.began(slot, now_s)
         self._intervals.sent(slot, now_s, is_seen=request.streams)
         self.record_sent(request, server, held_blocks, sent)
         self._price.sent(work_s, now_s)
@@ -394,6 +406,7 @@ class LeastTtft(Indexed):
         )
         if seen is not None:
             self.speeds.observe_first(slot, *seen)
+        self._prices.arrived(request, slot, sent.matched)
         sent.saved = saved
         if request.streams:
             self._prices.first_byte(now_s - sent.routed_s)
@@ -407,11 +420,11 @@ class LeastTtft(Indexed):
         if sent is None:
             return
         slot, before_s = server.slot, sent.wait_s + sent.work_s
-        self._prices.due.drop(slot, sent.due)
+        if not request.streams:
+            self._prices.answered(slot, sent.due, now_s - sent.routed_s, now_s)
+            self._prices.first_byte(before_s)
         if sent.decoding is not None:
             unseen_s = None if request.streams else before_s
-            if not request.streams:
-                self._prices.first_byte(before_s)
             self._prices.decoding.ended(slot, sent.decoding, output_tokens, now_s, unseen_s)
         if not request.streams and output_tokens is not None:
             seconds = now_s - sent.routed_s - sent.wait_s - sent.load.seconds
@@ -438,7 +451,8 @@ class LeastTtft(Indexed):
             _, _, estimated = sent
             self._queues.remove(server.slot, estimated.prefill, now_s)
             self._intervals.failed(server.slot, is_seen=request.streams)
-            self._prices.due.drop(server.slot, estimated.due)
+            self._prices.due.drop(server.slot, estimated.due.ticket)
+            self._prices.arrived(request, server.slot, estimated.matched)
             if estimated.decoding is not None:
                 self._prices.decoding.ended(server.slot, estimated.decoding, None, now_s)
             self._prices.update(server, self._queues.usual_s, now_s)

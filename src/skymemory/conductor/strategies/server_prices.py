@@ -6,10 +6,11 @@ import math
 from array import array
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import NamedTuple
 
 from skymemory import native
 from skymemory.conductor.picker import Server
-from skymemory.conductor.request import Request
+from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.beliefs import AnswersDue, HitTrust
 from skymemory.conductor.strategies.decode_costs import DecodeCosts
 from skymemory.conductor.strategies.eviction_price import EvictionPrice
@@ -23,8 +24,18 @@ weighs the same.
 _ROW = PRICE.size // 8
 _USUAL_TOKENS = 128.0
 """Of an answer, before any has ended."""
-_PATIENCE = 3.0
-"""Usual answers within which one of unknown or higher limit is due."""
+_MOST = 3.0
+"""Usual answers' tokens that one is expected to have at most, whatever its limit."""
+
+
+class Due(NamedTuple):
+    """Ticket of an answer due, and the seconds that it was expected to take."""
+
+    ticket: int = 0
+    expected_s: float = 0.0
+
+
+STREAMED = Due()
 
 
 class ServerPrices:
@@ -62,23 +73,32 @@ class ServerPrices:
 
     def _expected_tokens(self, request: Request) -> float:
         usual = self.decoding.usual_tokens or _USUAL_TOKENS
-        return usual if request.output_tokens is None else min(float(request.output_tokens), _PATIENCE * usual)
+        return usual if request.output_tokens is None else min(float(request.output_tokens), _MOST * usual)
 
     def of(self, slot: int) -> Price:
         at = slot * _ROW
         return Price(*self.rows[at : at + _ROW]) if at < len(self.rows) else NO_PRICE
 
-    def routed(self, request: Request, server: Server, matched: int, expected_s: float, now_s: float) -> int:
-        """Record a request sent; return the ticket of an answer due, 0 if it streams. ``expected_s``: until its first
-        token.
-        """
+    def routed(self, request: Request, server: Server, matched: int, ttft_s: float, now_s: float) -> Due:
+        """Record a request sent, whose first token is expected after ``ttft_s``; return when its answer is due."""
         if self.eviction is not None:
-            self.eviction.sent(request.prompt.tokens, matched)
+            prompt = request.prompt
+            self.eviction.sent(server.slot, prompt.tokens, matched, new_blocks(prompt, matched))
         if request.streams:
-            return 0
+            return STREAMED
         own_s, _ = self.decoding.token_s(server.slot, self._answers_at(server, now_s), now_s)
-        tokens = self._expected_tokens(request)
-        return self.due.add(server.slot, now_s + _PATIENCE * (expected_s + tokens * own_s))
+        expected_s = ttft_s + self._expected_tokens(request) * own_s
+        return Due(self.due.add(server.slot, expected_s, now_s), expected_s)
+
+    def arrived(self, request: Request, slot: int, matched: int) -> None:
+        """Record that a prompt is computed, or has failed."""
+        if self.eviction is not None:
+            self.eviction.arrived(slot, new_blocks(request.prompt, matched))
+
+    def answered(self, slot: int, due: Due, seconds: float, now_s: float) -> None:
+        """Record an answer that was not streamed and took ``seconds``."""
+        self.due.drop(slot, due.ticket)
+        self.due.came(slot, due.expected_s, seconds, now_s)
 
     def read_report(self, server: Server) -> None:
         self.decoding.read_report(server)
@@ -106,14 +126,22 @@ class ServerPrices:
         missing = slot + 1 - len(self.rows) // _ROW
         if missing > 0:
             self.rows.extend(array("d", NO_PRICE) * missing)
-        price = (own_s + others_s, stall, evict_s, crowd_s, self.trust.of(slot), self.due.first_s(slot))
+        # Beyond what a token takes at an idle server, which a server without a row is taken for.
+        token_s = own_s + others_s - decoding.step.token_s(1.0, 0.0)
+        price = (token_s, stall, evict_s, crowd_s, self.trust.of(slot), self.due.first_s(slot))
         self.rows[slot * _ROW : (slot + 1) * _ROW] = array("d", price)
         self.changes += 1
 
     def forget(self, slot: int) -> None:
         for part in (self.decoding, self.trust, self.due):
             part.forget(slot)
+        if self.eviction is not None:
+            self.eviction.forget(slot)
         self._others.pop(slot, None)
         self.changes += 1
         if slot * _ROW < len(self.rows):
             self.rows[slot * _ROW : (slot + 1) * _ROW] = array("d", NO_PRICE)
+
+
+def new_blocks(prompt: Prompt, matched: int) -> int:
+    return max(0, len(prompt.blocks) - int(matched / prompt.block_tokens))

@@ -90,10 +90,10 @@ class PrefixTable:
             self._holders[chain[at]] = self._holders.get(chain[at], 0) | 1 << slot
 
     def oldest(self, slot: int) -> int:
-        """Return the age of the block that a full slot would evict next, in chains learnt since; -1: it has room."""
+        """Return the age of the block that a slot would evict next, in chains learnt since; -1: it is empty."""
         check_slot(slot)
         shelf = self._shelves.get(slot)
-        if not shelf or len(shelf) < self.capacity(slot):
+        if not shelf:
             return -1
         return self._learned - self._used[slot, next(iter(shelf))]
 
