@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from skymemory import native
-from skymemory.conductor.picker import RankedServer, Ranking, Server, Weights
+from skymemory.conductor.picker import ElsewhereRequest, Measured, RankedServer, Ranking, Server, Weights
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks, PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
@@ -161,6 +161,7 @@ class LeastTtft(Indexed):
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
         self._whole: RequestNotes[_Estimated] = RequestNotes()
+        self._share_measured: Measured | None = None
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         """Rank in a native call if times are learnt and nothing is loaded, else in parts."""
@@ -305,6 +306,8 @@ class LeastTtft(Indexed):
             saved = saved_tokens(request.prompt, saved, load)
         if seconds is not None and seconds > load.seconds:
             self.speeds.observe(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
+            if self._share_measured is not None:
+                self._share_measured(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
         if not request.streams:
             self._whole.add(request, server, (prefill, saved, routed_s, wait_s, load))
 
@@ -323,6 +326,30 @@ class LeastTtft(Indexed):
         if sent is not None:
             _, _, (prefill, *_) = sent
             self._queues.remove(server.slot, prefill, now_s)
+
+    # Other replicas' requests join the queue as this router's do; the delay price and the guard count them on hearing.
+
+    def sent_elsewhere(self, request: ElsewhereRequest, server: Server, now_s: float) -> object:
+        prefill = 0
+        if request.computes:
+            prefill = self._queues.add(server.slot, request.work_s, request.sent_s, 0.0, not request.streams)
+        self._price.sent(request.work_s, now_s)
+        self._guard.sent(server.slot, now_s)
+        return prefill, super().sent_elsewhere(request, server, now_s)
+
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
+        assert isinstance(ticket, tuple)
+        prefill, under_way = ticket
+        super().prefilled_elsewhere(under_way, server, at_s)
+        if prefill:
+            self._queues.remove(server.slot, prefill, at_s)
+
+    def measured_elsewhere(self, server: Server, tokens: int, cached: int, seconds: float) -> None:
+        if seconds > 0:
+            self.speeds.observe(server.slot, tokens, cached, seconds)
+
+    def share_measured(self, measured: Measured) -> None:
+        self._share_measured = measured
 
     def forget(self, server: Server) -> None:
         slot = server.slot
