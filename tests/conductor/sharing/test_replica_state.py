@@ -24,7 +24,7 @@ from skymemory.conductor.sharing.replica_state import Cursor
 from skymemory.errors import InvalidInput
 
 
-def tell(sender: Replica, receiver: Replica, cursor: Cursor, now_s: float) -> int:
+def notify(sender: Replica, receiver: Replica, cursor: Cursor, now_s: float) -> int:
     """Exchange all that the receiver lacks; return the number of messages."""
     messages = sender.state.next_messages(cursor, now_s)
     for message in messages:
@@ -34,31 +34,31 @@ def tell(sender: Replica, receiver: Replica, cursor: Cursor, now_s: float) -> in
 
 def test_a_request_sent_elsewhere_counts_until_its_end() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2, ("c", "b", "a")), Cursor()
-    tell(one, other, cursor, 0.0)
+    notify(one, other, cursor, 0.0)
     decision = one.send(1, 1.0, ("b",))
     assert other.wait_s("b", 1.1) == 0
-    tell(one, other, cursor, 1.1)
+    notify(one, other, cursor, 1.1)
     assert other.elsewhere() == {"a": (0, 0, 0), "b": (1, 1, 320), "c": (0, 0, 0)}
     assert other.wait_s("b", 1.1) == pytest.approx(one.wait_s("b", 1.1)) and other.wait_s("b", 1.1) > 0
     # The same prompt follows it, as that server will hold its blocks.
     assert other.picker.pick(request(1), 1.1).server == "b"
     assert other.picker.pick(request(1), 1.1).matched_tokens == 320
     one.picker.succeeded(decision, 1.2)
-    tell(one, other, cursor, 1.25)
+    notify(one, other, cursor, 1.25)
     assert other.elsewhere()["b"] == (1, 0, 0) and other.wait_s("b", 1.3) == 0
     assert other.picker.pick(request(1), 1.3).matched_tokens == 320, "learnt with the first byte"
     one.picker.on_request_end(decision, 2.0)
-    tell(one, other, cursor, 2.1)
+    notify(one, other, cursor, 2.1)
     assert other.elsewhere()["b"] == (0, 0, 0)
 
 
 def test_a_failed_request_is_not_learnt() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
-    tell(one, other, cursor, 0.0)
+    notify(one, other, cursor, 0.0)
     decision = one.send(1, 1.0, ("b",))
-    tell(one, other, cursor, 1.0)
+    notify(one, other, cursor, 1.0)
     one.picker.failed(decision, 1.1)
-    tell(one, other, cursor, 1.2)
+    notify(one, other, cursor, 1.2)
     assert other.elsewhere()["b"] == (0, 0, 0) and other.wait_s("b", 1.2) == 0
     assert other.picker.pick(request(1), 1.2).matched_tokens == 0
 
@@ -68,18 +68,18 @@ def test_every_strategy_by_load_counts_requests_elsewhere(strategy: str) -> None
     one, other, cursor = Replica.of(1, strategy=strategy), Replica.of(2, strategy=strategy), Cursor()
     for number in range(200):
         one.send(number, 1.0, ("a", "b"))
-    tell(one, other, cursor, 1.0)
+    notify(one, other, cursor, 1.0)
     assert other.picker.pick(request(1000), 1.0).server == "c"
 
 
 def test_measured_prefills_teach_the_others() -> None:
     one, other, late, cursor = Replica.of(1), Replica.of(2), Replica.of(3), Cursor()
-    tell(one, other, cursor, 0.0)
+    notify(one, other, cursor, 0.0)
     for number in range(8):
         decision = one.send(number, 10.0 * number, ("b",))
         one.picker.succeeded(decision, 10.0 * number + 3.0)
-    tell(one, other, cursor, 90.0)
-    tell(one, late, Cursor(), 90.0)
+    notify(one, other, cursor, 90.0)
+    notify(one, late, Cursor(), 90.0)
     # Neither has sent anything itself; a prefill of 3 s is expected of another prompt of the same length.
     for replica in (one, other, late):
         expected_s = replica.picker.pick(request(99), 91.0, ("b",)).estimated_ttft_s
@@ -155,7 +155,7 @@ def test_an_old_snapshot_does_not_undo_what_followed() -> None:
     one.send(1, 1.0)
     old = one.state.next_messages(Cursor(), 1.0)
     one.send(2, 1.1)
-    tell(one, other, cursor, 1.2)
+    notify(one, other, cursor, 1.2)
     for message in old:
         other.state.receive(message, 1.3)
     assert len(other.state.elsewhere) == 2
@@ -163,7 +163,7 @@ def test_an_old_snapshot_does_not_undo_what_followed() -> None:
 
 def test_a_gap_is_counted_and_asks_for_a_snapshot() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
-    tell(one, other, cursor, 0.0)
+    notify(one, other, cursor, 0.0)
     one.send(1, 1.0)
     one.state.next_messages(cursor, 1.0)  # lost
     one.send(2, 1.1)
@@ -172,7 +172,7 @@ def test_a_gap_is_counted_and_asks_for_a_snapshot() -> None:
     assert answer is not None and one.state.is_wanted(answer) and not other.state.is_wanted(answer)
     assert not len(other.state.elsewhere) and other.state.elsewhere.gaps == 1
     cursor.change = None
-    tell(one, other, cursor, 1.3)
+    notify(one, other, cursor, 1.3)
     assert len(other.state.elsewhere) == 2
     assert other.state.receive(one.state.next_messages(cursor, 9.0)[0], 9.0)[1] is None
 
@@ -180,34 +180,34 @@ def test_a_gap_is_counted_and_asks_for_a_snapshot() -> None:
 def test_who_is_behind_the_log_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_requests, "MAX_CHANGES", 10)
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
-    tell(one, other, cursor, 0.0)
+    notify(one, other, cursor, 0.0)
     for number in range(11):
         one.send(number, 1.0)
-    assert tell(one, other, cursor, 1.0) == 1 and one.state.counts.snapshots == 2
+    assert notify(one, other, cursor, 1.0) == 1 and one.state.counts.snapshots == 2
     assert len(other.state.elsewhere) == 11
     for number in range(10):
         one.send(number, 1.0)
-    tell(one, other, cursor, 1.0)
+    notify(one, other, cursor, 1.0)
     assert one.state.counts.snapshots == 2 and len(other.state.elsewhere) == 21
 
 
 def test_a_silent_replica_counts_by_its_estimates_and_then_no_more() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
-    tell(one, other, cursor, 0.0)
+    notify(one, other, cursor, 0.0)
     assert other.state.troubles(100.0) == []
     decision = one.send(1, 1.0, ("b",))
     assert decision.estimated_ttft_s is not None and decision.estimated_ttft_s < 0.5
-    tell(one, other, cursor, 1.0)
+    notify(one, other, cursor, 1.0)
     assert other.state.review(2.9) == [] and other.elsewhere()["b"][:2] == (1, 1)
     assert other.state.review(3.1) == [] and other.elsewhere()["b"] == (1, 0, 0)
     assert other.state.silences_s(4.0) == {"01010101": 3.0}
     assert other.state.review(6.0) == [] and other.elsewhere()["b"] == (1, 0, 0)
     assert other.state.review(6.1) == [one.state.own_id] and other.elsewhere()["b"] == (0, 0, 0)
     assert "01010101 was last heard 9 s ago" in other.state.troubles(10.0)[0]
-    tell(one, other, cursor, 11.0)  # its sign of life: it is heard, and is asked for a snapshot
+    notify(one, other, cursor, 11.0)  # its sign of life: it is heard, and is asked for a snapshot
     assert other.state.troubles(11.0) == [] and other.elsewhere()["b"] == (0, 0, 0)
     cursor.change = None
-    tell(one, other, cursor, 11.1)
+    notify(one, other, cursor, 11.1)
     assert other.elsewhere()["b"] == (1, 1, 320)
     other.state.review(20.0)
     assert other.state.troubles(20.0)
@@ -220,7 +220,7 @@ def test_signs_of_life_keep_a_replica_that_sends_nothing() -> None:
     one.send(1, 0.0)
     sent = 0
     for tenth in range(200):
-        sent += tell(one, other, cursor, tenth / 10)
+        sent += notify(one, other, cursor, tenth / 10)
         assert other.state.review(tenth / 10) == []
     assert len(other.state.elsewhere) == 1 and 18 <= sent <= 21, "one a second"
 
@@ -234,7 +234,7 @@ def test_who_has_heard_nothing_says_so() -> None:
 def test_who_leaves_is_forgotten_at_once() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
     one.send(1, 1.0)
-    tell(one, other, cursor, 1.0)
+    notify(one, other, cursor, 1.0)
     other.state.receive(one.state.leaving(), 1.1)
     assert not len(other.state.elsewhere) and other.state.review(99.0) == [] and other.state.troubles(99.0) == []
 
@@ -243,7 +243,7 @@ def test_a_booking_that_is_never_ended_expires() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
     one.send(1, 0.0)
     for second in range(902):
-        tell(one, other, cursor, float(second))
+        notify(one, other, cursor, float(second))
         other.state.review(float(second))
         assert len(other.state.elsewhere) == (second < 900)
 
@@ -262,7 +262,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Replica.of(1), Replica.of(2)
     for number in range(80):
         one.send(number, 1.0)
-    tell(one, other, Cursor(), 1.0)
+    notify(one, other, Cursor(), 1.0)
     assert len(one.state.own) == 50 and len(other.state.elsewhere) == 20
     for number in range(200):
         sender = number.to_bytes(16, "big")
@@ -319,13 +319,13 @@ def test_invalid_messages_are_refused_and_change_nothing() -> None:
 def test_a_server_that_left_meanwhile_is_no_trouble() -> None:
     one, other, cursor = Replica.of(1), Replica.of(2), Cursor()
     decision = one.send(1, 1.0, ("b",))
-    tell(one, other, cursor, 1.0)
+    notify(one, other, cursor, 1.0)
     other.picker.remove("b")
     fresh = other.picker.fleet.add("d")  # in its slot
     one.picker.succeeded(decision, 1.1)
     one.picker.on_request_end(decision, 1.2)
     one.send(2, 1.2, ("c",))
-    tell(one, other, cursor, 1.3)
+    notify(one, other, cursor, 1.3)
     assert (fresh.elsewhere, fresh.elsewhere_prefilling) == (0, 0)
     assert other.wait_s("d", 1.3) == 0 and other.elsewhere()["c"][0] == 1
 
@@ -348,7 +348,7 @@ def test_deltas_of_prefixes_travel_in_order_and_bounded(monkeypatch: pytest.Monk
     for chain in chains:
         index.learn(1, chain)
     index.correct(1, chains[7], 5)
-    assert tell(one, other, cursor, 1.0) > 5
+    assert notify(one, other, cursor, 1.0) > 5
     assert [theirs.match(chain, [1]) for chain in chains] == [[5 if at == 7 else 20] for at in range(40)]
     assert theirs.log_end == 0, "what was heard is not passed on"
-    assert isinstance(chains[0], np.ndarray) and tell(one, other, cursor, 1.1) == 0
+    assert isinstance(chains[0], np.ndarray) and notify(one, other, cursor, 1.1) == 0

@@ -1,7 +1,7 @@
 """Messages between replicas of a router: MessagePack, bounded, with ages instead of times, as clocks differ.
 
 A replica numbers its changes. ``Changes`` carries some of them, ``Snapshot`` its state instead of all before
-``next_number``. Whoever misses some asks for a snapshot (``Wanted``).
+``next_number``. A replica that misses some asks for a snapshot (``Wanted``).
 """
 
 from __future__ import annotations

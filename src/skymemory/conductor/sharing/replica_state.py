@@ -1,4 +1,4 @@
-"""What a replica of a router tells the others, and knows of them. Transports move its messages, and may lose them."""
+"""State of a replica of a router: its messages to others, and their state. Transports may lose messages."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Cursor:
     change: int | None = None
     delta: int = 0
     sent_s: float = -math.inf
+    has_deltas: bool = True
+    """False: it gets the deltas of the prefix index otherwise."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class ReplicaState:
 
     def _next_deltas(self, cursor: Cursor) -> bytes:
         index = self._index
-        if index is None:
+        if index is None or not cursor.has_deltas:
             return b""
         if cursor.delta < index.log_start:
             self.counts.lost_deltas += index.log_start - cursor.delta
@@ -173,6 +175,10 @@ class ReplicaState:
         return fallen
 
     # Staleness
+
+    def heard(self) -> set[str]:
+        """Return the other replicas that are not silent."""
+        return {sender.hex()[:8] for sender in self.elsewhere.replicas}
 
     def silences_s(self, now_s: float) -> dict[str, float]:
         """Return the seconds since each other replica was heard, by the first digits of its id."""
