@@ -8,16 +8,19 @@ from functools import cache
 from pathlib import Path
 
 from _predicted_latency import PredictedLatency
+from _rivals import RIVALS, rival
 from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
-from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
+from skymemory_lab.sim.routed_strategies import strategy_for
+from skymemory_lab.sim.routing import CacheEvents, RoutingSetup, as_routed
 from skymemory_lab.sim.trace import TraceRequest, jittered, read_trace
 from skymemory_lab.sim.workload import WORKLOADS, generate
 
+NO_BOUND = 1e9
 OURS, GIVEN, PREDICTED = "least-ttft", "least-ttft, given speeds", "predicted-latency"
 ERROR = 0.1
-"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routing``."""
+"""Standard deviation of our estimates' own error, beside what learning errs by: see ``sim.routed_strategies``."""
 DURATIONS_S = {"conversations": 1_200.0, "tenants": 300.0, "agents": 900.0}
 """Of the generator's families; the second half is measured."""
 TRACE_TUNED = 0.7
@@ -26,7 +29,7 @@ TRACE_TUNED = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A strategy of the router, and whose it is."""
+    """A strategy of the router or of `_rivals`, and whose it is."""
 
     strategy: str
     of: str
@@ -40,20 +43,24 @@ class Original:
     """The best of them on the tuning part, by ``arena.py --tune``."""
 
 
+ROUTER = "llm-d-router@ebab687"
+PLUGINS = "pkg/epp/framework/plugins"
+GUIDES = "llm-d guides"
 ORIGINALS = (
     Original(
         "approximate",
-        "Gateway API inference extension / llm-d: queue, KV use and prefix, 2:2:3",
-        "llm-d-inference-scheduler@520af47 config/charts/epplib/templates/_config.yaml, "
-        "pkg/epp/framework/plugins/requestcontrol/dataproducer/approximateprefix/plugin.go",
+        "llm-d (once Gateway API inference extension): queue, KV use and prefix, 2:2:3",
+        f"{ROUTER} config/charts/routerlib/templates/_config.yaml, {PLUGINS}/requestcontrol/dataproducer/"
+        "approximateprefix",
         setting="prefix_weight",
         values=(1.0, 2.0, 5.0, 10.0, 20.0),
     ),
     Original(
         "precise",
-        "llm-d: the same by engines' events",
-        "llm-d-inference-scheduler@520af47 pkg/epp/framework/plugins/scheduling/scorer/preciseprefixcache/"
-        "precise_prefix_cache.go",
+        "llm-d: the same by engines' events, 1:1:2",
+        f"{ROUTER} deploy/config/epp-precise-prefix-cache-config.yaml, {PLUGINS}/requestcontrol/dataproducer/"
+        "preciseprefixcache",
+        published={"queue_weight": 1.0, "kv_weight": 1.0, "prefix_weight": 2.0},
         setting="speculative_s",
         values=(1.0, 2.0, 5.0, 20.0),
         swept=20.0,
@@ -61,11 +68,39 @@ ORIGINALS = (
     Original(
         PREDICTED,
         "llm-d: predicted latency, learned with XGBoost",
-        "llm-d-inference-scheduler@520af47 config/charts/epplib, pkg/epp/framework/plugins/scheduling/scorer/latency/"
-        "plugin.go; gateway-api-inference-extension@0074568 latencypredictor/training_server.py",
+        f"{ROUTER} config/charts/routerlib, {PLUGINS}/scheduling/scorer/latency; "
+        "llm-d-latency-predictor@04e44cd training/training_server.py",
         setting="picks_best",
         values=(1.0,),
         swept=1.0,
+    ),
+    Original(
+        "token-load",
+        "llm-d: the fewest tokens to compute",
+        f"{ROUTER} {PLUGINS}/scheduling/scorer/tokenload, {PLUGINS}/requestcontrol/dataproducer/inflightload",
+    ),
+    Original(
+        "affinity",
+        "llm-d: the same among servers that hold four fifths, by the machine's prefill throughput",
+        f"{ROUTER} {PLUGINS}/scheduling/filter/prefixcacheaffinity; {GUIDES}/optimized-baseline",
+        setting="prefill_tokens_per_s",
+        values=(500.0, 1_000.0, 2_000.0, 4_000.0, 8_940.0),
+        swept=4_000.0,
+    ),
+    Original(
+        "precise-affinity",
+        "llm-d: the same by engines' events",
+        f"{ROUTER} {PLUGINS}/scheduling/filter/prefixcacheaffinity; {GUIDES}/precise-prefix-cache-routing (PR 2071)",
+        setting="prefill_tokens_per_s",
+        values=(500.0, 1_000.0, 2_000.0, 4_000.0, 8_940.0),
+        swept=8_940.0,
+    ),
+    Original(
+        "no-hit-lru",
+        "llm-d: approximate, new prompts where the last one is longest ago, 2:2:3:2",
+        f"{ROUTER} {PLUGINS}/scheduling/scorer/nohitlru, test/perf/config/router-configs/optimized-baseline.yaml",
+        setting="no_hit_weight",
+        values=(0.5, 1.0, 4.0, 8.0),
     ),
     Original(
         "radix",
@@ -86,10 +121,26 @@ ORIGINALS = (
     Original(
         "hash-trie",
         "vLLM production-stack: prefixaware",
-        "production-stack src/vllm_router/routers/routing_logic.py",
-        setting="load_factor",
-        values=(1.0, 1.5, 2.0, 4.0),
-        swept=4.0,
+        "production-stack@a6c01db src/vllm_router/routers/routing_logic.py, src/vllm_router/prefix/hashtrie.py",
+        published={"min_match_ratio": 0.0, "load_factor": NO_BOUND},
+        setting="min_match_tokens",
+        values=(512, 1_024, 2_048, 4_096, 8_192),
+        swept=1_024,
+    ),
+    Original(
+        "load-aware",
+        "vLLM production-stack: loadaware",
+        "production-stack src/vllm_router/routers/routing_logic.py (PR 1035)",
+        setting="beta",
+        values=(0.1, 0.25, 0.5, 2.0, 4.0),
+        swept=0.5,
+    ),
+    Original(
+        "sticky-least-loaded",
+        "vLLM's router: sticky_least_loaded",
+        "vllm-project/router@861c578 src/policies/sticky_least_loaded.rs (PR 235)",
+        setting="expires_s",
+        values=(30.0, 120.0, 600.0),
     ),
     Original(
         "chwbl",
@@ -135,8 +186,13 @@ def swept(one: Original, value: float) -> Player:
 
 def scorer_of(player: Player, setup: RoutingSetup) -> tuple[Scorer, CacheEvents | None]:
     if player.strategy == PREDICTED:
-        index = ApproximatePrefixIndex(setup.cache_blocks)
-        return PredictedLatency(index, setup.seed, bool(dict(player.options).get("picks_best", 0))), None
+        index, picks_best = (
+            ApproximatePrefixIndex(setup.cache_blocks),
+            bool(dict(player.options).get("picks_best", 0)),
+        )
+        return PredictedLatency(index, setup.seed, picks_best, streams=setup.whole < 1), None
+    if player.strategy in RIVALS:
+        return rival(player.strategy, **dict(player.options))
     return strategy_for(player.strategy, setup, ERROR, cost_known=player.name == GIVEN, **dict(player.options))
 
 

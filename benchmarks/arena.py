@@ -31,7 +31,6 @@ from typing import Any
 from _arena import DURATIONS_S, GIVEN, ORIGINALS, OURS, PREDICTED, TRACE_TUNED, Player, players, requests_of, scorer_of
 from _arena import swept as swept_player
 from _bench import print_table, versions, write_json
-from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory_lab.sim.routing import RoutingSetup, measured, simulate
 from skymemory_lab.sim.trace import at_rate, split_at
 
@@ -81,7 +80,7 @@ def run(one: Run) -> dict[str, float]:
         early = sum(request.at_s < from_s for request in requests)
         from_s = split_at(requests, WARM)
         requests, prompts = requests[:early], prompts[:early]
-    setup = RoutingSetup(servers=SERVERS, cache_blocks=cell.blocks, cost=LLAMA_70B_8xA800, whole=cell.whole, seed=seed)
+    setup = RoutingSetup(servers=SERVERS, cache_blocks=cell.blocks, scrape_s=0.2, whole=cell.whole, seed=seed)
     scorer, events = scorer_of(one.player, setup)
     outcomes = simulate(requests, scorer, setup, events, prompts)
     return measured(outcomes, SERVERS, from_s).as_json()
@@ -297,7 +296,7 @@ def written(made: dict[str, Any]) -> str:
     return lines(made) + "\n"
 
 
-def tune(families: dict[str, Path | None], jobs: int, json_path: Path | None) -> None:
+def tune(families: dict[str, Path | None], jobs: int, json_path: Path | None, only: frozenset[str]) -> None:
     """Each setting's values on the tuning part, and the published ones: geometric mean over cells, of the best."""
     cells = [
         Cell(family, rate, blocks, whole)
@@ -305,7 +304,8 @@ def tune(families: dict[str, Path | None], jobs: int, json_path: Path | None) ->
         for rate, blocks, whole in ((1.0, 5_000, 0.0), (1.35, 5_000, 0.5), (1.35, 2_000, 0.0))
     ]
     runs = []
-    for one in ORIGINALS:
+    tuned = [one for one in ORIGINALS if not only or one.strategy in only]
+    for one in tuned:
         tried = [Player(one.strategy, one.strategy, tuple(one.published.items()))]
         tried += [swept_player(one, value) for value in one.values]
         for cell, player in itertools.product(cells, tried if one.values else ()):
@@ -313,7 +313,7 @@ def tune(families: dict[str, Path | None], jobs: int, json_path: Path | None) ->
             seeds = TUNED_SEEDS[:1] if trace is not None or one.strategy == PREDICTED else TUNED_SEEDS
             runs += [Run(cell, player, seed, trace, True) for seed in seeds]
     rows = rows_of(runs, play(runs, jobs))
-    for one in ORIGINALS:
+    for one in tuned:
         of: dict[str, list[float]] = {}
         for row in rows:
             if row["player"].split(",")[0] == one.strategy:
@@ -373,7 +373,7 @@ def main() -> None:
             print(f"skipped: there is no trace at {trace} (name others with --traces)", file=sys.stderr)
     families |= dict.fromkeys(filter(None, options.families.split(",")), None)
     if options.tune:
-        tune(families, options.jobs, options.json)
+        tune(families, options.jobs, options.json, frozenset(filter(None, (options.strategies or "").split(","))))
         return
     playing = players()
     if options.strategies:

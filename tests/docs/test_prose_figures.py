@@ -107,7 +107,7 @@ def test_the_picture_of_the_readme_is_that_of_its_runs() -> None:
         ("docs/guide/demos.md", r"<!-- demo: table-3 -->.*?(\d\.\d\d)"),
         ("docs/guide/demos.md", r"```text\n\[ +\d+\.\d s\] values of (\d)"),
         ("docs/guide/demos.md", r"hands <!-- figure: [^>]+ -->(\d+) chunks"),
-        ("docs/guide/demos.md", r"from (\d+) columns on"),
+        ("docs/guide/demos.md", r"terminals of (\d+) columns"),
         ("docs/guide/constellation.md", r"two cores carry <!-- figure: [^>]+ -->× (\d+)"),
         ("docs/guide/security.md", r"about (\d+),000 a second"),
         ("docs/benchmarks.md", r"(\d) × smaller than 8 bits"),

@@ -181,8 +181,8 @@ class Scene:
 
     def _directory(self) -> mmap.mmap:
         """A host arena's, with values under three keys."""
-        directory = mmap.mmap(-1, 4096 + 4 * 64 + 64 * 16)
-        struct.pack_into("<8sQQQQQ16sQ", directory, 0, b"SKYHOST1", 1 << 20, 16, 64, 5, 0, bytes(16), 0)
+        directory = mmap.mmap(-1, 4096 + 4 * 64 + 72 * 16)
+        struct.pack_into("<8sQQQQQ16sQ", directory, 0, b"SKYHOST2", 1 << 20, 16, 64, 5, 0, bytes(16), 0)
         owner = self.helper.HostDirectory(directory)
         for number in range(3):
             owner.put(bytes([number]) * 32, 4096 * number, 4000, 7)
@@ -310,6 +310,9 @@ class Scene:
             "set_capacity": lambda: (0, 3),
             "capacity": lambda: (0,),
             "block_count": lambda: (0,),
+            "oldest": lambda: (0,),
+            "ages": tuple,
+            "used_every": lambda: (0, bytearray(blocks), 5),
             "blocks": tuple,
             "changes": tuple,
             "dump": lambda: (0,),
@@ -365,6 +368,8 @@ class Scene:
                 2.0,
                 0.1,
                 curves,
+                struct.pack("=6d", 0.1, 0.1, 0.1, 0.1, 0.5, 1.0),
+                9.0,
                 hear,
             )
 
@@ -375,7 +380,8 @@ class Scene:
         for name, make in {
             "put": lambda: (bytes(32), 64, 50, 7),
             "take": lambda: (bytes(32),),
-            "mark": lambda: (bytes(32), 0, 1 << 32, True),
+            "mark_checked": lambda: (bytes(32), 0),
+            "set_end": lambda: (bytes(32), 0, 1 << 60),
             "entries": tuple,
             "held_offsets": lambda: ([self._page(), self._page()],),
             "uses": lambda: (self._page(), 0),

@@ -21,7 +21,7 @@ from tests.contract.forked import in_child
 
 from skymemory import native
 from skymemory.store.host.extents import Extents, rounded
-from skymemory.store.host.layout import CHECKED, EXPIRES
+from skymemory.store.host.layout import CHECKED
 
 if native._fast is None:
     pytest.skip("the compiled helper was not built", allow_module_level=True)
@@ -33,8 +33,8 @@ KEYS = [bytes([number]) * 32 for number in range(12)]
 def directory_of(
     entries: int = ENTRIES, buckets: int = BUCKETS, values_bytes: int = VALUES_BYTES, seed: int = 3
 ) -> mmap.mmap:
-    made = mmap.mmap(-1, 4096 + 4 * buckets + 64 * entries)
-    struct.pack_into("<8sQQQQQ16sQ", made, 0, b"SKYHOST1", values_bytes, entries, buckets, seed, 0, bytes(16), 0)
+    made = mmap.mmap(-1, 4096 + 4 * buckets + 72 * entries)
+    struct.pack_into("<8sQQQQQ16sQ", made, 0, b"SKYHOST2", values_bytes, entries, buckets, seed, 0, bytes(16), 0)
     return made
 
 
@@ -56,7 +56,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory = native.HostDirectory(self.memory)
         fd, self.page = page_of()
         self.reader = native.HostReader(self.memory, mmap.mmap(-1, VALUES_BYTES), fd)
-        self.twin: dict[bytes, tuple[int, int, int]] = {}
+        self.twin: dict[bytes, tuple[int, int, int, int]] = {}
         self.views: list[native.HostView] = []
         self.uses: list[int] = []
 
@@ -71,40 +71,45 @@ class DirectoryMachine(RuleBasedStateMachine):
         expected = len(self.twin) < ENTRIES
         assert self.directory.put(key, 64 * offset, size, check) == expected
         if expected:
-            self.twin[key] = (64 * offset, size, check)
+            self.twin[key] = (64 * offset, size, check, 0)
 
     @rule(key=st.sampled_from(KEYS))
     def take(self, key: bytes) -> None:
         assert self.directory.take(key) == (self.twin.pop(key, None) is not None)
 
-    @rule(
-        key=st.sampled_from(KEYS),
-        shift=st.sampled_from([0, 64]),
-        flag=st.sampled_from([CHECKED, EXPIRES]),
-        on=st.booleans(),
-    )
-    def mark(self, key: bytes, shift: int, flag: int, on: bool) -> None:
-        offset, size, check = self.twin.get(key, (0, 0, 0))
-        assert self.directory.mark(key, offset + shift, flag, on) == (key in self.twin and not shift)
+    @rule(key=st.sampled_from(KEYS), shift=st.sampled_from([0, 64]))
+    def mark_checked(self, key: bytes, shift: int) -> None:
+        offset, size, check, end_ns = self.twin.get(key, (0, 0, 0, 0))
+        assert self.directory.mark_checked(key, offset + shift) == (key in self.twin and not shift)
         if key in self.twin and not shift:
-            self.twin[key] = (offset, size, check | flag if on else check & ~flag)
+            self.twin[key] = (offset, size, check | CHECKED, end_ns)
+
+    @rule(key=st.sampled_from(KEYS), shift=st.sampled_from([0, 64]), end_ns=st.sampled_from([0, 1, 1 << 62]))
+    def set_end(self, key: bytes, shift: int, end_ns: int) -> None:
+        offset, size, check, _ = self.twin.get(key, (0, 0, 0, 0))
+        assert self.directory.set_end(key, offset + shift, end_ns) == (key in self.twin and not shift)
+        if key in self.twin and not shift:
+            self.twin[key] = (offset, size, check, end_ns)
+
+    def living(self, key: bytes) -> bool:
+        return key in self.twin and self.twin[key][3] != 1
 
     @rule()
     def restart(self) -> None:
         epoch = self.reader.epoch
         self.directory = native.HostDirectory(self.memory)
         assert self.reader.epoch == epoch + 1
-        self.twin = {key: (offset, size, check & ~CHECKED) for key, (offset, size, check) in self.twin.items()}
+        self.twin = {key: (offset, size, check & ~CHECKED, end) for key, (offset, size, check, end) in self.twin.items()}
 
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: bytes) -> None:
         (view,) = self.reader.hold([key])
         if len(self.views) == 4:
             assert view is False
-        elif key not in self.twin:
+        elif not self.living(key):
             assert view is None
         else:
-            offset, size, check = self.twin[key]
+            offset, size, check, _ = self.twin[key]
             assert isinstance(view, native.HostView)
             assert (view.offset, len(memoryview(view)), view.crc) == (offset, size, check & (CHECKED - 1))
             assert view.checked == bool(check & CHECKED)
@@ -120,9 +125,10 @@ class DirectoryMachine(RuleBasedStateMachine):
     def all_agree(self) -> None:
         if not hasattr(self, "twin"):
             return
-        assert self.reader.sizes(KEYS) == [self.twin[key][1] if key in self.twin else None for key in KEYS]
-        assert self.reader.prefix(KEYS) == next((at for at, key in enumerate(KEYS) if key not in self.twin), len(KEYS))
-        assert sorted(self.directory.entries()) == sorted((key, *rest) for key, rest in self.twin.items())
+        assert self.reader.sizes(KEYS) == [self.twin[key][1] if self.living(key) else None for key in KEYS]
+        assert self.reader.prefix(KEYS) == next((at for at, key in enumerate(KEYS) if not self.living(key)), len(KEYS))
+        found = [(key, offset, size, check & (2 * CHECKED - 1), end) for key, offset, size, check, end in self.directory.entries()]
+        assert sorted(found) == sorted((key, *rest) for key, rest in self.twin.items())
         assert self.directory.held_offsets([self.page]) == {view.offset for view in self.views}
         assert self.reader.held == len(self.views)
         count, last = self.directory.uses(self.page, 0)

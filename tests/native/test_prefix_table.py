@@ -76,6 +76,16 @@ class Tables(RuleBasedStateMachine):
             table.load(slot, dumps.copy().pop())
 
     @invariant()
+    def same_ages(self) -> None:
+        compiled, twin = self.tables
+        assert compiled.ages() == twin.ages()
+        for slot in SLOTS:
+            for path in ([0, 1, 2, 0], [1, 1], [2, 0, 0]):
+                every = [table.used_every(slot, chain(path), 6) for table in self.tables]
+                assert every[0] == every[1]
+        assert [compiled.oldest(slot) for slot in SLOTS] == [twin.oldest(slot) for slot in SLOTS]
+
+    @invariant()
     def same_size_and_prefix_closed(self) -> None:
         for table in self.tables:
             assert [table.block_count(slot) for slot in SLOTS] == [self.naive.blocks_of(slot) for slot in SLOTS]
@@ -177,3 +187,40 @@ def test_the_highest_slot_beside_the_lowest(impl: ModuleType) -> None:
     table.learn(0, blocks)
     table.learn(65_535, blocks[:2])
     assert table.match(blocks, [65_535, 0, 700]) == [2, 3, 0] and table.blocks() == 3
+
+
+def test_ages_of_what_was_used_again_and_of_what_had_to_go(impl: ModuleType) -> None:
+    table = impl.PrefixTable(3)
+    for block in (1, 2, 3):
+        table.learn(0, np.array([block], dtype=np.uint64))
+    table.learn(2, np.array([1], dtype=np.uint64))
+    assert table.oldest(0) == 3 and [table.oldest(slot) for slot in (1, 2, 9)] == [-1] * 3
+    table.learn(0, np.array([1], dtype=np.uint64))  # four chains after its last use: three binary digits
+    table.learn(0, np.array([4], dtype=np.uint64))  # 2 has to go, also four chains after
+    used, evicted = table.ages()
+    assert (used[3], sum(used)) == (1, 1) and (evicted[3], sum(evicted)) == (1, 1)
+    assert table.oldest(0) == 3
+    table.forget(0)
+    assert table.oldest(0) == -1 and table.ages() == (used, evicted)
+
+
+def test_old_ages_count_less(impl: ModuleType) -> None:
+    table, blocks = impl.PrefixTable(1 << 13), np.arange(1 << 13, dtype=np.uint64)
+    for _ in range(129):
+        table.learn(0, blocks)
+    used, _ = table.ages()
+    assert sum(used) == used[1] == 1 << 19
+
+
+def test_what_is_used_every_few_chains_is_hot(impl: ModuleType) -> None:
+    """A head that every other chain has, each with a tail of its own."""
+    table, head = impl.PrefixTable(1000), np.arange(1, 5, dtype=np.uint64)
+    for number in range(20):
+        table.learn(0, np.concatenate([head, np.array([100 + number], dtype=np.uint64)]))
+        table.learn(0, np.array([10_000 + number], dtype=np.uint64))
+    whole = np.concatenate([head, np.array([119], dtype=np.uint64)])
+    assert [table.used_every(0, whole, interval) for interval in (1, 2, 9)] == [0, 4, 4]
+    assert table.used_every(3, whole, 9) == 0
+    for number in range(20):
+        table.learn(1, np.array([20_000 + number], dtype=np.uint64))
+    assert [table.used_every(0, whole, interval) for interval in (19, 21)] == [0, 4]  # long ago

@@ -306,11 +306,12 @@ for many in (3, 9, 60, 2**64):
             table.learn(slot % 300, some)
             asked = dice.sample(servers, dice.randrange(1, len(servers) + 1))
             curves = struct.pack("=3d", 0.1, 1e-3, 0.0) * dice.choice((1, 2, 70))
+            prices = struct.pack("=6d", 0.1, 0.1, 0.1, 0.1, 1.0, now) * dice.choice((0, 1, 70))
             held = dice.choice((table, [3] * len(asked)))
             best, back, unworthy, scores, figures = ranker.rank(
-                held, some, 16 * len(some) // 8, 16.0, asked, now, 0.1, curves, hear
+                held, some, 16 * len(some) // 8, 16.0, asked, now, 0.1, curves, prices, 9.0, hear
             )
-            ranked += len(best) and len(scores) * 4 == len(figures) == 32 * len(asked) and 0 <= max(best) < len(asked)
+            ranked += len(best) and len(scores) * 5 == len(figures) == 40 * len(asked) and 0 <= max(best) < len(asked)
         guard.over(slot, dice.choice((1, 2, 3, 9, 70, 200)), now)
     assert ranked > 500 and len(queues.waits_s(servers, now)) == 7 and under_way.__sizeof__() > 0
     del under_way, guard, ranker
@@ -406,7 +407,7 @@ def ranking(slot, tokens, block_tokens):
     server.slot = slot
     table.learn(0, bytes(8))
     ranker = fast.TtftRanker(queues, guard, under_way, tokens, 0.0)
-    ranker.rank(table, bytes(8), tokens, block_tokens, [server, Server()], 0.0, 0.0, bytes(24), print)
+    ranker.rank(table, bytes(8), tokens, block_tokens, [server, Server()], 0.0, 0.0, bytes(24), bytes(48), 1.0, print)
 calls = [
     (lambda n: fast.crc32(b"abc", n), 1), (fast.crc32_combine, 3), (lambda n: fast.crc32_chunks(value, n), 1),
     (lambda c, s: fast.crc32_join(out[2], c, s), 2), (lambda c, s: fast.crc32_join(bytes(8), c, s), 2),

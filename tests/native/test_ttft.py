@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 from array import array
 from collections.abc import Callable
 from types import ModuleType
@@ -18,7 +19,7 @@ from tests.native.conftest import IMPLEMENTATIONS
 
 from skymemory.conductor.picker import ReportedLoad, Server
 from skymemory.native.twin import backend
-from skymemory.native.twin.ttft import BENDS, FIGURES
+from skymemory.native.twin.ttft import BENDS, FIGURES, PRICE, Price
 
 NAN = math.nan
 
@@ -35,11 +36,21 @@ class World:
         self.ranker = impl.TtftRanker(self.queues, self.guard, self.under_way, min_tokens, min_ratio)
         self.heard: list[list[str]] = []
 
-    def rank(self, servers: Any, chain: Any, tokens: int, now_s: float, curves: Any, held: Any = None) -> Any:
+    def rank(
+        self,
+        servers: Any,
+        chain: Any,
+        tokens: int,
+        now_s: float,
+        curves: Any,
+        held: Any = None,
+        prices: Any = b"",
+        answer_tokens: float = 4.0,
+    ) -> Any:
         rate = self.price.rate(len(servers), now_s)
-        return self.ranker.rank(
-            self.table if held is None else held, chain, tokens, 16, servers, now_s, rate, curves, self.hear
-        )
+        table = self.table if held is None else held
+        terms = (table, chain, tokens, 16, servers, now_s, rate, curves, prices, answer_tokens, self.hear)
+        return self.ranker.rank(*terms)
 
     def hear(self, servers: list[Server]) -> None:
         self.heard.append([server.name for server in servers])
@@ -55,7 +66,7 @@ def test_compiled_and_twin_rank_alike(seed: int, servers: int) -> None:
     worlds = [World(module, *terms, limit) for module in IMPLEMENTATIONS]
     chains = [np.array([dice.getrandbits(64) for _ in range(dice.randrange(30))], dtype=np.uint64) for _ in range(4)]
     curves = array("d", [0.02, 1e-4, 0.0])
-    now_s, open_now = 0.0, []
+    now_s, open_now, prices = 0.0, [], b""
     for _ in range(25):
         now_s += dice.choice([0.0, 0.05, 1.0])
         old, fresh = dice.choice(chains), [dice.getrandbits(64) for _ in range(dice.randrange(4))]
@@ -63,12 +74,13 @@ def test_compiled_and_twin_rank_alike(seed: int, servers: int) -> None:
         tokens = 16 * len(chain) + dice.randrange(16)
         asked = fleet if dice.random() < 0.7 else dice.sample(fleet, dice.randint(1, servers))
         held = None if dice.random() < 0.8 else [dice.randrange(len(chain) + 1) for _ in asked]
-        found = [world.rank(asked, chain, tokens, now_s, curves, held) for world in worlds]
+        answer_tokens = dice.choice([0.0, 4.0, 900.0])
+        found = [world.rank(asked, chain, tokens, now_s, curves, held, prices, answer_tokens) for world in worlds]
         assert all(one == found[0] for one in found)
         for world in worlds[1:]:
             assert world.heard == worlds[0].heard
         server = asked[found[0][0][0]]
-        wait_s, work_s, _, _ = FIGURES.unpack_from(found[0][4], FIGURES.size * found[0][0][0])
+        wait_s, work_s, *_ = FIGURES.unpack_from(found[0][4], FIGURES.size * found[0][0][0])
         sent = []
         for world in worlds:
             ticket = world.queues.add(server.slot, work_s, now_s, unseen=wait_s > 1.0)
@@ -88,6 +100,12 @@ def test_compiled_and_twin_rank_alike(seed: int, servers: int) -> None:
             slot = dice.randrange(servers)
             curves.extend([NAN] * max(0, 3 * slot + 6 - len(curves)))
             curves[3 * slot + 3 : 3 * slot + 6] = array("d", [dice.random(), 10 ** dice.uniform(-6, -2), 1e-5])
+        if dice.random() < 0.5:
+            rows = [
+                PRICE.pack(*(dice.choice([0.0, dice.random()]) for _ in range(4)), dice.random(), 10.0 * dice.random())
+                for _ in range(dice.randrange(servers + 2))
+            ]
+            prices = b"".join(rows)
         if dice.random() < 0.1:
             slot = dice.randrange(servers)
             for world in worlds:
@@ -125,13 +143,32 @@ def test_a_report_is_applied_once_and_before_the_curves_are_read(impl: ModuleTyp
         {"block_tokens": -1.0},
         {"held": [1]},
         {"held": [1, -1]},
+        {"prices": b"1"},
+        {"prices": PRICE.pack(0.0, 0.0, 0.0, 0.0, 1.1, 0.0)},
+        {"prices": PRICE.pack(0.0, 0.0, 0.0, 0.0, NAN, 0.0)},
     ],
 )
 def test_what_cannot_be_ranked_is_refused(impl: ModuleType, wrong: dict[str, Any]) -> None:
     world = World(impl)
-    given = {"held": world.table, "blocks": b"", "tokens": 5, "block_tokens": 16.0, "servers": list(a_fleet(2))} | wrong
+    given = {"held": world.table, "blocks": b"", "tokens": 5, "block_tokens": 16.0, "servers": list(a_fleet(2))}
+    given |= {"now_s": 0.0, "rate": 0.0, "curves": array("d", [0.0, 0.0, 0.0]), "prices": b""} | wrong
     with pytest.raises(ValueError):
-        world.ranker.rank(*given.values(), 0.0, 0.0, array("d", [0.0, 0.0, 0.0]), world.hear)
+        world.ranker.rank(*given.values(), 1.0, world.hear)
+
+
+def test_a_price_is_what_its_parts_say(impl: ModuleType) -> None:
+    """A prompt of 160 tokens, 5 of whose blocks are believed at the second server, of which it has three quarters."""
+    world, fleet, chain = World(impl), list(a_fleet(2)), np.arange(10, dtype=np.uint64)
+    world.table.learn(1, chain[:5])
+    second = Price(token_s=0.03, stall=2.0, evict_s=0.001, crowd_s=0.8, trust=0.75, due_s=7.0)
+    prices = PRICE.pack(*Price()) + PRICE.pack(*second)
+    curves = array("d", [0.0, 0.01, 0.0])
+    best, _, _, scores, figures = world.rank(fleet, chain, 160, 10.0, curves, None, prices, 20.0)
+    (wait_s, work_s, price_s, matched, held) = FIGURES.unpack_from(figures, FIGURES.size)
+    assert (matched, held) == (60, 5) and wait_s == 3.0 and work_s == pytest.approx(1.0)
+    assert price_s == pytest.approx(20 * 0.03 + 1.0 * 2.0 + 100 * 0.001 + 100 / 160 * 0.8)
+    assert struct.unpack("=2d", scores) == pytest.approx((-1.6, -(3.0 + 1.0) - price_s))
+    assert best == (0,)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.router.running import Loop, Running, until
 from tests.store.real_redis import RedisServer
 
 from skymemory.conductor.picker import Fleet
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
@@ -126,7 +127,17 @@ def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch:
     for _ in range(2):
         made = PrefixState(settings_from({"strategy": strategy, "options": {"blocks_per_server": 77}}), Fleet())
         assert isinstance(made._index, Index) and made._index.capacity_of(0) == 77
+        assert made._index.max_match is None
     assert len(set(secrets)) == 2 and all(secret & 1 for secret in secrets)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 2_048), ({"max_match_blocks": 9}, 9), ({"max_match_blocks": 0}, None)]
+)
+def test_without_a_limit_of_tokens_the_index_limits_blocks(options: dict[str, int], most: int | None) -> None:
+    settings = settings_from({"strategy": "approximate", "options": {"max_match_tokens": 0} | options})
+    index = PrefixState(settings, Fleet())._index
+    assert isinstance(index, ApproximatePrefixIndex) and index.max_match == most
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("precise", {}), ("least-ttft", {"events": True})])

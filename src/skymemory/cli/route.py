@@ -63,6 +63,11 @@ def _add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the strategy; may be repeated"
     )
+    parser.add_argument(
+        "--goal",
+        metavar="GOAL",
+        help="times that count most: to the first token (ttft), per token (tpot), of whole answers (e2e), or balanced",
+    )
     setting(
         "--tokenizer",
         "prompts.tokenizer",
@@ -119,11 +124,14 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def _with_servers(args: argparse.Namespace, backends: list[dict[str, str]]) -> dict[str, Any]:
     table = given_settings(args)
+    options = dict(_option(text) for text in args.option)
+    if args.goal is not None and options.setdefault("goal", args.goal) != args.goal:
+        raise InvalidInput(f"--goal {args.goal} and --option goal={options['goal']}: give one of them")
     # An empty table would replace the file's.
     return {
         **table,
         **({"backends": backends} if backends else {}),
-        **({"options": dict(_option(text) for text in args.option)} if args.option else {}),
+        **({"options": options} if options else {}),
     }
 
 

@@ -41,6 +41,14 @@ class PrefillTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTotals:
+    """Counters of the time between an engine's tokens since its start."""
+
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReportedLoad:
     """Metrics that an engine published at ``at_s``; None: not published."""
 
@@ -56,6 +64,7 @@ class ReportedLoad:
     """LoRA adapters in its memory."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
+    decodes: DecodeTotals | None = None
     tokens: float = 0.0
     """Tokens read and generated since its start."""
 
@@ -291,6 +300,8 @@ class ElsewhereRequest:
     work_s: float
     """Estimated seconds of its prefill, alone."""
     prompt_tokens: int
+    matched_tokens: int
+    """Prompt tokens that the server is believed to hold."""
     output_tokens: int | None
     streams: bool
     computes: bool
@@ -336,21 +347,21 @@ class Scorer:
     def sent_elsewhere(self, request: ElsewhereRequest, server: Server, now_s: float) -> object:
         """Record a request that another replica has sent."""
 
-    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
-        """Record its first byte, or that it failed before."""
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float, *, is_seen: bool) -> None:
+        """Record its first byte; not ``is_seen``: that it failed before, or that the time is a guess."""
 
     def ended_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
         """Record its end, after ``prefilled_elsewhere``."""
 
-    def measured_elsewhere(self, server: Server, tokens: int, cached: int, seconds: float) -> None:
+    def measured_elsewhere(self, server: Server, tokens: float, cached: float, seconds: float) -> None:
         """Record a prefill that another replica has measured."""
 
     def share_measured(self, measured: Measured) -> None:
         """Call ``measured`` with each prefill that this strategy measures."""
 
 
-Measured = Callable[[int, int, int, float], None]
-"""Slot, tokens, cached tokens and seconds of a prefill."""
+Measured = Callable[[int, float, float, float], None]
+"""Slot, tokens, cached tokens and seconds of a prefill, or the means of some."""
 
 
 class NoServer(SkyMemoryError): ...

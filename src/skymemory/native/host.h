@@ -7,7 +7,7 @@
 
 enum { HOST_HEAD_BYTES = 4096, HOST_KEY_WORDS = 4, HOST_MOST_TRIES = 64, HOST_MOST_SLOTS = 64, HOST_WAKE_AT = 16 };
 
-#define HOST_MAGIC UINT64_C(0x3154534F48594B53)      /* "SKYHOST1" */
+#define HOST_MAGIC UINT64_C(0x3254534F48594B53)      /* "SKYHOST2" */
 #define HOST_PAGE_MAGIC UINT64_C(0x32454741504B5348) /* "HSKPAGE2" */
 #define HOST_CHECKED (UINT64_C(1) << 32)
 #define HOST_EXPIRES (UINT64_C(1) << 33)
@@ -17,7 +17,7 @@ typedef struct {
     uint64_t version;
     uint64_t key[HOST_KEY_WORDS];
     uint64_t offset, bytes;
-    uint64_t check; /* its CRC-32; HOST_CHECKED: the owner has compared it; HOST_EXPIRES: the owner knows until when */
+    uint64_t check; /* its CRC-32; HOST_CHECKED: the owner has compared it; HOST_EXPIRES: its end is in `ends` */
 } HostEntry;
 
 typedef struct {
@@ -26,6 +26,7 @@ typedef struct {
     uint64_t instance[2];
     uint64_t epoch; /* how many owners it has had: room that one of them gave out is void once the next has begun */
     uint64_t awake; /* not 0: the owner looks into slots from time to time, without being woken */
+    uint64_t boot[2]; /* of the computer, whose clock tells when values expire */
 } HostHead;
 
 /* Of a client, who alone writes it but for the last field; the owner reads. */
@@ -59,12 +60,14 @@ typedef struct {
     HostHead *head;
     uint32_t *buckets; /* entry + 1; 0: none */
     HostEntry *entries;
+    uint64_t *ends; /* of each entry whose value expires: a time in ns of the monotonic clock, which all processes share */
     uint64_t count, mask, seed;
 } HostMap;
 
 typedef struct {
     HostEntry *entry;
     uint64_t version, offset, bytes, check;
+    uint64_t end_ns; /* 0: it does not expire */
 } HostFound;
 
 /* Open the directory in a buffer. 0 with an exception if its numbers do not fit its size. */
@@ -72,6 +75,7 @@ int sky_host_open(HostMap *map, const Py_buffer *directory, int writes);
 uint64_t sky_host_bucket(const HostMap *map, const uint64_t key[HOST_KEY_WORDS]);
 /* Copy a key's entry as it is at one moment. 1 found, 0 absent, -1 the owner was changing it all the time. */
 int sky_host_find(const HostMap *map, const uint64_t key[HOST_KEY_WORDS], HostFound *found);
+uint64_t sky_host_now_ns(void); /* of the monotonic clock */
 /* A page's slots, and how many; NULL if it has none, or is damaged. */
 HostSlot *sky_host_slots(HostPage *page, uint64_t page_bytes, uint64_t *count);
 /* The words of a key of 32 bytes; 0 with TypeError or ValueError. */

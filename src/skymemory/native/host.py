@@ -29,12 +29,18 @@ class HostDirectory:
         """Remove a value. False: it was not there."""
         raise NotImplementedError
 
-    def mark(self, key: bytes, offset: int, flag: int, on: bool) -> bool:
-        """Set or clear a flag (``store.host.layout``) of the value at ``offset``. False: it is another one now."""
+    def mark_checked(self, key: bytes, offset: int) -> bool:
+        """Mark the value at ``offset`` as compared with its CRC-32. False: it is another value now."""
         raise NotImplementedError
 
-    def entries(self) -> list[tuple[bytes, int, int, int]]:
-        """Return key, offset, size in bytes and check of all values."""
+    def set_end(self, key: bytes, offset: int, end_ns: int) -> bool:
+        """Let the value at ``offset`` expire at a monotonic time, for all readers at once; 0: never. False: it is
+        another value now.
+        """
+        raise NotImplementedError
+
+    def entries(self) -> list[tuple[bytes, int, int, int, int]]:
+        """Return key, offset, size in bytes, check and end (``set_end``) of all values."""
         raise NotImplementedError
 
     def held_offsets(self, pages: Sequence[mmap]) -> set[int]:

@@ -70,6 +70,7 @@ static PyObject *put(PyObject *object, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%llu bytes at %llu: beyond the arena", bytes, offset);
         return NULL;
     }
+    check &= UINT32_MAX | HOST_CHECKED;
     if (!self->free_count)
         Py_RETURN_FALSE;
     uint32_t number = self->free_entries[--self->free_count];
@@ -104,21 +105,44 @@ static PyObject *take(PyObject *object, PyObject *given)
     Py_RETURN_TRUE;
 }
 
-static PyObject *mark(PyObject *object, PyObject *args)
+/* The entry of the value that lies there under this key. 1 found, 0 absent or another value, -1 an exception. */
+static int find_at(Directory *self, PyObject *given, uint64_t offset, HostFound *found)
+{
+    uint64_t key[HOST_KEY_WORDS];
+    if (!sky_host_key(given, key))
+        return -1;
+    return sky_host_find(&self->map, key, found) == 1 && found->offset == offset;
+}
+
+static PyObject *mark_checked(PyObject *object, PyObject *args)
 {
     Directory *self = (Directory *)object;
     PyObject *given;
-    unsigned long long offset, flag;
-    int on;
-    uint64_t key[HOST_KEY_WORDS];
+    unsigned long long offset;
     HostFound found;
-    if (!PyArg_ParseTuple(args, "SKKp:mark", &given, &offset, &flag, &on) || !sky_host_key(given, key))
+    if (!PyArg_ParseTuple(args, "SK:mark_checked", &given, &offset))
         return NULL;
-    if (sky_host_find(&self->map, key, &found) != 1 || found.offset != offset)
-        Py_RETURN_FALSE;
-    flag &= HOST_CHECKED | HOST_EXPIRES;
-    HOST_STORE(found.entry->check, on ? found.check | flag : found.check & ~flag);
-    Py_RETURN_TRUE;
+    int known = find_at(self, given, offset, &found);
+    if (known == 1)
+        HOST_STORE(found.entry->check, found.check | HOST_CHECKED);
+    return known < 0 ? NULL : PyBool_FromLong(known);
+}
+
+static PyObject *set_end(PyObject *object, PyObject *args)
+{
+    Directory *self = (Directory *)object;
+    PyObject *given;
+    unsigned long long offset, end_ns;
+    HostFound found;
+    if (!PyArg_ParseTuple(args, "SKK:set_end", &given, &offset, &end_ns))
+        return NULL;
+    int known = find_at(self, given, offset, &found);
+    if (known == 1) {
+        if (end_ns) /* before the flag: who sees that reads this */
+            __atomic_store_n(&self->map.ends[found.entry - self->map.entries], end_ns, __ATOMIC_RELAXED);
+        HOST_STORE(found.entry->check, end_ns ? found.check | HOST_EXPIRES : found.check & ~HOST_EXPIRES);
+    }
+    return known < 0 ? NULL : PyBool_FromLong(known);
 }
 
 static PyObject *entries(PyObject *object, PyObject *none)
@@ -130,9 +154,10 @@ static PyObject *entries(PyObject *object, PyObject *none)
         if (!number)
             continue;
         HostEntry *entry = &self->map.entries[number - 1];
-        PyObject *row = Py_BuildValue("(y#KKK)", (const char *)entry->key, (Py_ssize_t)sizeof entry->key,
+        PyObject *row = Py_BuildValue("(y#KKKK)", (const char *)entry->key, (Py_ssize_t)sizeof entry->key,
                                       (unsigned long long)entry->offset, (unsigned long long)entry->bytes,
-                                      (unsigned long long)entry->check);
+                                      (unsigned long long)entry->check,
+                                      (unsigned long long)(entry->check & HOST_EXPIRES ? self->map.ends[number - 1] : 0));
         if (!row || PyList_Append(list, row) < 0)
             Py_CLEAR(list);
         Py_XDECREF(row);
@@ -401,8 +426,9 @@ static PyObject *posts(PyObject *object, PyObject *given)
 static PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, "put(key, offset, size_bytes, check) -> bool"},
     {"take", take, METH_O, "take(key) -> bool"},
-    {"mark", mark, METH_VARARGS, "mark(key, offset, flag, on) -> bool"},
-    {"entries", entries, METH_NOARGS, "entries() -> list of (key, offset, size_bytes, check)"},
+    {"mark_checked", mark_checked, METH_VARARGS, "mark_checked(key, offset) -> bool"},
+    {"set_end", set_end, METH_VARARGS, "set_end(key, offset, end_ns) -> bool"},
+    {"entries", entries, METH_NOARGS, "entries() -> list of (key, offset, size_bytes, check, end_ns)"},
     {"held_offsets", held, METH_O, "held_offsets(pages) -> set"},
     {"uses", uses, METH_VARARGS, "uses(page, since) -> (count, list of offsets)"},
     {"set_awake", set_awake, METH_O, "set_awake(awake)"},

@@ -1,6 +1,8 @@
 /* The directory of a host arena, read without a lock: found, and seen whole, or not. */
 #include "host.h"
 
+#include <time.h>
+
 static uint64_t rounded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 int sky_host_open(HostMap *map, const Py_buffer *directory, int writes)
@@ -12,15 +14,23 @@ int sky_host_open(HostMap *map, const Py_buffer *directory, int writes)
         return 0;
     }
     uint64_t count = head->entries, buckets = head->buckets;
+    const uint64_t entry_bytes = sizeof(HostEntry) + sizeof(uint64_t); /* with its end */
     if (head->magic != HOST_MAGIC || count < 1 || count > UINT32_MAX - 1 || buckets <= count || buckets > UINT64_C(1) << 33 ||
-        buckets & (buckets - 1) || size < HOST_HEAD_BYTES + rounded(buckets * sizeof(uint32_t)) + count * sizeof(HostEntry)) {
+        buckets & (buckets - 1) || size < HOST_HEAD_BYTES + rounded(buckets * sizeof(uint32_t)) + count * entry_bytes) {
         PyErr_SetString(PyExc_ValueError, "a host directory of another release, or a damaged one");
         return 0;
     }
     uint8_t *after = (uint8_t *)head + HOST_HEAD_BYTES;
-    *map = (HostMap){head, (uint32_t *)after, (HostEntry *)(after + rounded(buckets * sizeof(uint32_t))), count,
-                     buckets - 1, head->seed};
+    HostEntry *entries = (HostEntry *)(after + rounded(buckets * sizeof(uint32_t)));
+    *map = (HostMap){head, (uint32_t *)after, entries, (uint64_t *)(entries + count), count, buckets - 1, head->seed};
     return 1;
+}
+
+uint64_t sky_host_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 HostSlot *sky_host_slots(HostPage *page, uint64_t page_bytes, uint64_t *count)
@@ -71,7 +81,9 @@ static int look_at(const HostMap *map, uint32_t number, const uint64_t key[HOST_
     int same = 1;
     for (int at = 0; at < HOST_KEY_WORDS; at++)
         same &= HOST_RELAXED(entry->key[at]) == key[at];
-    *found = (HostFound){entry, version, HOST_RELAXED(entry->offset), HOST_RELAXED(entry->bytes), HOST_RELAXED(entry->check)};
+    *found = (HostFound){entry, version, HOST_RELAXED(entry->offset), HOST_RELAXED(entry->bytes), HOST_LOAD(entry->check), 0};
+    if (found->check & HOST_EXPIRES)
+        found->end_ns = HOST_RELAXED(map->ends[number]);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return HOST_RELAXED(entry->version) == version ? same : -1;
 }

@@ -10,7 +10,6 @@
 #endif
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE
@@ -191,14 +190,21 @@ static HostSlot *posted_slot(Reader *self, const uint64_t key[HOST_KEY_WORDS], u
     return last;
 }
 
+/* As sky_host_find, but an expired value is absent, though the owner has not removed it. */
+static int find_living(Reader *self, const uint64_t key[HOST_KEY_WORDS], HostFound *found)
+{
+    int known = sky_host_find(&self->map, key, found);
+    return known == 1 && found->end_ns && found->end_ns <= sky_host_now_ns() ? 0 : known;
+}
+
 static int find(Reader *self, const uint64_t key[HOST_KEY_WORDS], HostFound *found)
 {
     uint64_t state;
     HostSlot *slot = posted_slot(self, key, &state);
     if (!slot)
-        return sky_host_find(&self->map, key, found);
-    *found = (HostFound){NULL, state, slot->offset, slot->bytes, (uint32_t)slot->check};
-    return HOST_LOAD(slot->state) == state ? 1 : sky_host_find(&self->map, key, found);
+        return find_living(self, key, found);
+    *found = (HostFound){NULL, state, slot->offset, slot->bytes, (uint32_t)slot->check, 0};
+    return HOST_LOAD(slot->state) == state ? 1 : find_living(self, key, found);
 }
 
 /* Hold what a key's entry names: 1, and `found` is what is held; 0 absent; -1 the owner changed it all the time. */
@@ -207,11 +213,11 @@ static int hold_one(Reader *self, const uint64_t key[HOST_KEY_WORDS], uint32_t h
     for (int tries = 0; tries < HOST_MOST_TRIES; tries++) {
         uint64_t state;
         HostSlot *slot = posted_slot(self, key, &state);
-        int known = slot ? 1 : sky_host_find(&self->map, key, found);
+        int known = slot ? 1 : find_living(self, key, found);
         if (known != 1)
             return known;
         if (slot)
-            *found = (HostFound){NULL, state, slot->offset, slot->bytes, (uint32_t)slot->check};
+            *found = (HostFound){NULL, state, slot->offset, slot->bytes, (uint32_t)slot->check, 0};
         __atomic_store_n(&self->holds[hold], found->offset + 1, __ATOMIC_SEQ_CST);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         if (__atomic_load_n(slot ? &slot->state : &found->entry->version, __ATOMIC_SEQ_CST) == found->version)
@@ -446,10 +452,8 @@ static int64_t held_slot(Reader *self, uint64_t room_bytes, uint32_t hold, uint6
 static int post(Reader *self, HostSlot *slot, uint64_t state)
 {
     uint64_t before = self->head->posted;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
     slot->number = before + 1;
-    slot->at_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    slot->at_ns = sky_host_now_ns();
     if (!__atomic_compare_exchange_n(&slot->state, &state, (state & ~(uint64_t)HOST_KIND) | HOST_FULL, 0, __ATOMIC_SEQ_CST,
                                      __ATOMIC_SEQ_CST))
         return 0;

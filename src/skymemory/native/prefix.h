@@ -32,6 +32,8 @@ typedef struct {
     uint32_t newer, older;
     uint32_t parent;
     uint32_t next; /* in its bucket, or of the free entries */
+    uint32_t used; /* ``Table.learned`` at its last use */
+    uint32_t interval; /* recent mean of the chains from use to use, in sixteenths; 0: used once */
 } Entry;
 
 typedef struct {
@@ -106,13 +108,23 @@ uint32_t sky_shelf_find(const Shelf *shelf, uint64_t secret, uint64_t key);
 /* For a shelf with room: prefetch for ``sky_shelf_find``. */
 void sky_shelf_fetch_bucket(const Shelf *shelf, uint64_t secret, uint64_t key);
 void sky_shelf_fetch_entry(const Shelf *shelf, uint64_t secret, uint64_t key);
-/* Adds an absent block as the newest (there must be room); its entry. */
-uint32_t sky_shelf_push(Shelf *shelf, uint64_t secret, uint64_t key);
+/* Adds an absent block as the newest (there must be room), last used at the time ``used``; its entry. */
+uint32_t sky_shelf_push(Shelf *shelf, uint64_t secret, uint64_t key, uint32_t used);
 void sky_shelf_use(Shelf *shelf, uint32_t at);
 void sky_shelf_remove(Shelf *shelf, uint64_t secret, uint32_t at);
 void sky_shelf_free(Shelf *shelf);
 
 /* prefix_table.c. Hashes are native-endian and need not be aligned. */
+enum { AGES = 33, MOST_AGES = 1 << 20 };
+
+/* Numbers of blocks by age, which counts chains learnt since: ``[a]`` has ages of ``a`` binary digits. All are halved once
+ * there are ``MOST_AGES``, so that old ones count less. */
+typedef struct {
+    uint64_t used[AGES];    /* that were used again */
+    uint64_t evicted[AGES]; /* that had to go */
+    uint64_t count;
+} Ages;
+
 typedef struct {
     Rows rows;
     Shelf *shelves;
@@ -120,6 +132,8 @@ typedef struct {
     size_t capacity;  /* of a shelf without its own */
     uint32_t *depths; /* per slot: result of the last walk */
     unsigned long long changes;
+    uint32_t learned; /* chains */
+    Ages ages;
 } Table;
 
 uint64_t sky_hash_at(const char *hashes, size_t at);
@@ -131,6 +145,10 @@ void sky_table_trim(Table *table, size_t slot, size_t capacity);
 void sky_table_walk(Table *table, const char *hashes, size_t count, uint64_t *left);
 /* -1: no memory; the slot holds nothing then. */
 int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count);
+/* Leading blocks of those ``count`` that a slot uses at least every ``interval`` chains; it holds all of them. */
+size_t sky_table_used_every(const Table *table, size_t slot, const char *hashes, size_t count, uint64_t interval);
+/* Age of the block that a slot would evict next; -1: it has room. */
+long long sky_table_oldest(const Table *table, size_t slot);
 /* Number of removed blocks; -1: no memory, and nothing has changed. */
 long long sky_table_drop(Table *table, size_t slot, uint64_t key);
 /* Into ``out``, ``DUMP_ROW_BYTES`` per block of the slot. -1: no memory. */

@@ -174,6 +174,47 @@ static PyObject *held(PyObject *self, PyObject *number)
     return slot_from(number, &slot) ? PyLong_FromSize_t(slot < table->slots ? table->shelves[slot].used : 0) : NULL;
 }
 
+static PyObject *oldest(PyObject *self, PyObject *number)
+{
+    size_t slot;
+    return slot_from(number, &slot) ? PyLong_FromLongLong(sky_table_oldest(table_of(self), slot)) : NULL;
+}
+
+static PyObject *used_every(PyObject *self, PyObject *args)
+{
+    Table *table = table_of(self);
+    Py_buffer blocks;
+    size_t slot, count, found = 0;
+    unsigned long long interval;
+    if (!PyArg_ParseTuple(args, "O&y*K:used_every", slot_from, &slot, &blocks, &interval))
+        return NULL;
+    int good = count_of(&blocks, &count);
+    if (good && slot < table->slots)
+        found = sky_table_used_every(table, slot, blocks.buf, count, interval);
+    PyBuffer_Release(&blocks);
+    return good ? PyLong_FromSize_t(found) : NULL;
+}
+
+static PyObject *ages(PyObject *self, PyObject *none)
+{
+    const Ages *ages = &table_of(self)->ages;
+    PyObject *used = PyTuple_New(AGES), *evicted = PyTuple_New(AGES), *both = NULL;
+    for (Py_ssize_t at = 0; used && evicted && at < AGES; at++) {
+        PyObject *first = PyLong_FromUnsignedLongLong(ages->used[at]), *second = PyLong_FromUnsignedLongLong(ages->evicted[at]);
+        if (first)
+            PyTuple_SetItem(used, at, first);
+        if (second)
+            PyTuple_SetItem(evicted, at, second);
+        if (!first || !second)
+            Py_CLEAR(used);
+    }
+    if (used && evicted)
+        both = PyTuple_Pack(2, used, evicted);
+    Py_XDECREF(used);
+    Py_XDECREF(evicted);
+    return both;
+}
+
 static PyObject *blocks(PyObject *self, PyObject *none)
 {
     return PyLong_FromSize_t(table_of(self)->rows.keys);
@@ -262,6 +303,9 @@ static PyMethodDef methods[] = {
     {"set_capacity", set_capacity, METH_VARARGS, "set_capacity(slot, capacity)"},
     {"capacity", capacity, METH_O, "capacity(slot) -> int"},
     {"block_count", held, METH_O, "block_count(slot) -> int"},
+    {"oldest", oldest, METH_O, "oldest(slot) -> int"},
+    {"used_every", used_every, METH_VARARGS, "used_every(slot, blocks, interval) -> int"},
+    {"ages", ages, METH_NOARGS, "ages() -> tuple of used, evicted"},
     {"blocks", blocks, METH_NOARGS, "blocks() -> int"},
     {"changes", changes, METH_NOARGS, "changes() -> int"},
     {"dump", dump, METH_O, "dump(slot) -> bytes"},

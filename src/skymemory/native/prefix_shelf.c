@@ -91,12 +91,12 @@ static void unlink_use(Shelf *shelf, uint32_t at)
     *(entry->older == NO_ENTRY ? &shelf->oldest : &shelf->entries[entry->older].newer) = entry->newer;
 }
 
-uint32_t sky_shelf_push(Shelf *shelf, uint64_t secret, uint64_t key)
+uint32_t sky_shelf_push(Shelf *shelf, uint64_t secret, uint64_t key, uint32_t used)
 {
     uint32_t at = shelf->vacant, *bucket = bucket_of(shelf, secret, key);
     Entry *entry = &shelf->entries[at];
     shelf->vacant = entry->next;
-    *entry = (Entry){.key = key, .parent = NO_ENTRY, .next = *bucket};
+    *entry = (Entry){.key = key, .parent = NO_ENTRY, .next = *bucket, .used = used};
     *bucket = at;
     link_newest(shelf, at);
     shelf->used++;

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AHEAD = 12 }; /* blocks whose rows and entries are prefetched */
+enum { AHEAD = 12, MOST_INTERVAL = 1 << 20 }; /* blocks whose rows and entries are prefetched */
 
 uint64_t sky_hash_at(const char *hashes, size_t at)
 {
@@ -36,6 +36,39 @@ Shelf *sky_table_shelf(Table *table, size_t slot)
         table->slots = slots;
     }
     return &table->shelves[slot];
+}
+
+/* The binary digits of the chains learnt since this block's last use. */
+static unsigned age_of(const Table *table, const Entry *entry)
+{
+    uint32_t age = table->learned - entry->used;
+    return age ? 32 - (unsigned)__builtin_clz(age) : 0;
+}
+
+static void count_age(Ages *ages, uint64_t *counts, unsigned age)
+{
+    counts[age]++;
+    if (++ages->count < MOST_AGES)
+        return;
+    ages->count = 0;
+    for (unsigned at = 0; at < AGES; at++) {
+        ages->used[at] /= 2;
+        ages->evicted[at] /= 2;
+        ages->count += ages->used[at] + ages->evicted[at];
+    }
+}
+
+static void note_use(const Table *table, Entry *entry)
+{
+    uint32_t age = table->learned - entry->used;
+    int64_t last = (int64_t)(age < MOST_INTERVAL ? age : MOST_INTERVAL) * 16, mean = entry->interval ? entry->interval : last;
+    entry->interval = (uint32_t)(mean + (last - mean) / 4);
+    entry->used = table->learned;
+}
+
+static int is_used_every(const Table *table, const Entry *entry, uint64_t interval)
+{
+    return entry->interval && entry->interval <= 16 * interval && (uint32_t)(table->learned - entry->used) <= interval;
 }
 
 static void take_away(Table *table, size_t slot, uint32_t at)
@@ -126,16 +159,19 @@ static int use_chain(Table *table, size_t slot, const char *hashes, size_t count
         }
         uint32_t entry = sky_shelf_find(shelf, rows->secret, key);
         if (entry != NO_ENTRY) {
+            count_age(&table->ages, table->ages.used, age_of(table, &shelf->entries[entry]));
+            note_use(table, &shelf->entries[entry]);
             sky_shelf_use(shelf, entry);
         } else {
             if (shelf->used >= capacity) {
                 if (victim != NO_ENTRY)
                     victim = fetch_victim(table, shelf, victim);
+                count_age(&table->ages, table->ages.evicted, age_of(table, &shelf->entries[shelf->oldest]));
                 take_away(table, slot, shelf->oldest);
             }
             if (sky_rows_add(rows, key, slot) < 0)
                 return -1;
-            entry = sky_shelf_push(shelf, rows->secret, key);
+            entry = sky_shelf_push(shelf, rows->secret, key, table->learned);
         }
         if (child != NO_ENTRY)
             shelf->entries[child].parent = entry;
@@ -149,10 +185,35 @@ int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count)
     if (!sky_table_shelf(table, slot))
         return -1;
     size_t capacity = sky_table_capacity(table, slot);
+    table->learned++;
     if (use_chain(table, slot, hashes, count < capacity ? count : capacity, capacity) == 0)
         return 0;
     sky_table_trim(table, slot, 0); /* half a chain would be one without its head */
     return -1;
+}
+
+/* Further blocks of a chain are used more rarely. */
+size_t sky_table_used_every(const Table *table, size_t slot, const char *hashes, size_t count, uint64_t interval)
+{
+    const Shelf *shelf = &table->shelves[slot];
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = (low + high + 1) / 2;
+        uint32_t at = sky_shelf_find(shelf, table->rows.secret, sky_hash_at(hashes, middle - 1));
+        if (at != NO_ENTRY && is_used_every(table, &shelf->entries[at], interval))
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+long long sky_table_oldest(const Table *table, size_t slot)
+{
+    const Shelf *shelf = slot < table->slots ? &table->shelves[slot] : NULL;
+    if (!shelf || !shelf->used || shelf->used < sky_table_capacity(table, slot))
+        return -1;
+    return (long long)(uint32_t)(table->learned - shelf->entries[shelf->oldest].used);
 }
 
 /* A parent was used after its children, so from the newest to the oldest every parent is met before them. */
@@ -233,7 +294,7 @@ const char *sky_table_load(Table *table, size_t slot, const char *dump, size_t c
         else if (sky_rows_add(&table->rows, key, slot) < 0)
             wrong = "";
         else
-            entries[place] = sky_shelf_push(shelf, table->rows.secret, key);
+            entries[place] = sky_shelf_push(shelf, table->rows.secret, key, table->learned);
     }
     for (size_t place = 0; !wrong && place < count; place++) {
         uint32_t parent;

@@ -8,15 +8,30 @@
 
 #define CROWDED 2.0
 #define SET_BACK_S 1e9
-enum { CURVE_BYTES = 24, FIGURES_BYTES = 32 };
+#define HOT 2
+enum { CURVE_BYTES = 24, PRICE_BYTES = 48, FIGURES_BYTES = 40 };
 
 typedef struct {
     double fixed_s, per_token_s, bend;
 } Curve;
 
+/* What a server's requests cost beside their own prefill. */
+typedef struct {
+    double token_s; /* per token of the answer: its own time, and what it delays others */
+    double stall;   /* delay of answers under way, per second of prefill */
+    double evict_s; /* per token that is new there: what computing evicted ones again will take */
+    double crowd_s; /* of a prompt that is wholly new there: what its next turns will evict */
+    double trust;   /* the part of the tokens believed there that it really has */
+    double due_s;   /* when its oldest unanswered request was to be answered */
+} Price;
+
+static const Price NO_PRICE = {0.0, 0.0, 0.0, 0.0, 1.0, INFINITY};
+
 /* One server's; ``matched`` in tokens, ``held`` and ``reach`` (with what is under way) in blocks. */
 typedef struct {
-    double wait_s, work_s, score;
+    double wait_s, work_s, price_s, score;
+    double scored_s; /* of computing, without what is hot */
+    Price price;
     long long matched;
     uint32_t held, reach;
 } Row;
@@ -32,10 +47,10 @@ typedef struct {
 } Ranker;
 
 typedef struct {
-    PyObject *held, *curves, *hear;
+    PyObject *held, *curves, *prices, *hear;
     Py_buffer blocks;
-    long long tokens;
-    double block_tokens, now_s, rate;
+    long long tokens, hot; /* hot: leading tokens that are asked for so often that each server will have them */
+    double block_tokens, now_s, rate, answer_tokens;
 } Question;
 
 /* Whether a server's report is new; it counts as passed on from now on. -1: no memory. */
@@ -138,11 +153,51 @@ static int fill_matched(const Ranker *self, const Question *question, const Aske
             free(depths);
     }
     for (Py_ssize_t at = 0; at < servers; at++) {
-        double tokens = (double)rows[at].reach * question->block_tokens;
+        double tokens = (double)rows[at].reach * question->block_tokens * rows[at].price.trust;
         rows[at].matched = tokens < (double)question->tokens ? (long long)tokens : question->tokens;
         if (!rows[at].reach)
             rows[at].matched = 0;
     }
+    return 0;
+}
+
+/* Leading tokens that the server with the longest match uses at least every ``HOT`` times as many chains as there are
+ * servers: a quarter of its share of requests. Computing them once more will pay for many. */
+static long long hot_tokens(const Question *question, const Asked *asked, const Row *rows, Py_ssize_t servers)
+{
+    Table *table = sky_table_of(question->held);
+    Py_ssize_t best = 0;
+    for (Py_ssize_t at = 1; at < servers; at++)
+        best = rows[at].held > rows[best].held ? at : best;
+    if (!table || !rows[best].held)
+        return 0;
+    size_t blocks = sky_table_used_every(table, asked[best].slot, question->blocks.buf, rows[best].held, (uint64_t)servers * HOT);
+    double tokens = (double)blocks * question->block_tokens;
+    return tokens < (double)question->tokens ? (long long)tokens : question->tokens;
+}
+
+/* The price of each server. -1: an error. */
+static int fill_prices(const Question *question, const Asked *asked, Row *rows, Py_ssize_t servers)
+{
+    Py_buffer prices;
+    if (PyObject_GetBuffer(question->prices, &prices, PyBUF_SIMPLE) < 0)
+        return -1;
+    if (prices.len % PRICE_BYTES) {
+        PyErr_Format(PyExc_ValueError, "prices: %zd bytes are no rows of %d", prices.len, PRICE_BYTES);
+        PyBuffer_Release(&prices);
+        return -1;
+    }
+    for (Py_ssize_t at = 0; at < servers; at++) {
+        rows[at].price = NO_PRICE;
+        if (asked[at].slot < (size_t)prices.len / PRICE_BYTES)
+            memcpy(&rows[at].price, (const char *)prices.buf + asked[at].slot * PRICE_BYTES, PRICE_BYTES);
+        if (!(rows[at].price.trust >= 0.0 && rows[at].price.trust <= 1.0)) {
+            PyErr_SetString(PyExc_ValueError, "prices: expected a trust of 0 to 1");
+            PyBuffer_Release(&prices);
+            return -1;
+        }
+    }
+    PyBuffer_Release(&prices);
     return 0;
 }
 
@@ -181,24 +236,39 @@ static long long fill_works(const Ranker *self, const Question *question, const 
     for (Py_ssize_t at = 0; at < servers; at++) {
         size_t place = asked[at].slot + 1;
         Curve curve = place < (size_t)curves.len / CURVE_BYTES ? curve_at(&curves, place) : common;
-        rows[at].work_s =
-            prefill_s(isnan(curve.fixed_s) ? &common : &curve, question->tokens, best ? 0 : rows[at].matched);
+        long long cached = best ? 0 : rows[at].matched;
+        if (isnan(curve.fixed_s))
+            curve = common;
+        rows[at].work_s = rows[at].scored_s = prefill_s(&curve, question->tokens, cached);
+        if (cached < question->hot && !best)
+            rows[at].scored_s = prefill_s(&curve, question->tokens, question->hot);
     }
     PyBuffer_Release(&curves);
     return best;
 }
 
-static void fill_scores(const Ranker *self, double rate, Row *rows, Py_ssize_t servers)
+static double price_s(const Price *price, const Question *question, double work_s, double new_tokens)
 {
+    double share = question->tokens ? new_tokens / (double)question->tokens : 0.0;
+    return question->answer_tokens * price->token_s + work_s * price->stall + new_tokens * price->evict_s +
+           share * price->crowd_s;
+}
+
+/* ``unworthy``: no match is followed, so that all of the prompt is new. */
+static void fill_scores(const Ranker *self, const Question *question, int unworthy, Row *rows, Py_ssize_t servers)
+{
+    double rate = question->rate;
     double shortest_s = rows[0].wait_s, usual_s = sky_queues_usual_s(self->queues);
     for (Py_ssize_t at = 1; at < servers; at++)
         shortest_s = rows[at].wait_s < shortest_s ? rows[at].wait_s : shortest_s;
     double crowded = usual_s != 0.0 ? shortest_s / (shortest_s + usual_s) : 0.0;
     rate *= 1.0 + CROWDED * crowded;
     for (Py_ssize_t at = 0; at < servers; at++) {
-        double wait_s = rows[at].wait_s, work_s = rows[at].work_s;
+        double wait_s = rows[at].wait_s, work_s = rows[at].scored_s;
+        double new_tokens = (double)(question->tokens - (unworthy ? 0 : rows[at].matched));
+        rows[at].price_s = price_s(&rows[at].price, question, work_s, new_tokens);
         rows[at].score = -(wait_s + work_s) -
-                         rate * work_s * (wait_s - crowded * (wait_s - shortest_s) + work_s / 2.0);
+                         rate * work_s * (wait_s - crowded * (wait_s - shortest_s) + work_s / 2.0) - rows[at].price_s;
     }
 }
 
@@ -262,8 +332,9 @@ static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places
         memcpy(PyBytes_AsString(scores) + at * 8, &rows[at].score, 8);
         memcpy(row, &rows[at].wait_s, 8);
         memcpy(row + 8, &rows[at].work_s, 8);
-        memcpy(row + 16, &matched, 8);
-        memcpy(row + 24, &held, 8);
+        memcpy(row + 16, &rows[at].price_s, 8);
+        memcpy(row + 24, &matched, 8);
+        memcpy(row + 32, &held, 8);
         if (rows[at].score == best)
             places[tied++] = (uint32_t)at;
     }
@@ -278,7 +349,7 @@ static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places
 }
 
 /* Servers are read first: that may run other code, which could change anything read before. */
-static PyObject *ranked(Ranker *self, const Question *question, PyObject *servers)
+static PyObject *ranked(Ranker *self, Question *question, PyObject *servers)
 {
     Py_ssize_t count = PyTuple_Size(servers), held_back;
     PyObject *result = NULL;
@@ -293,16 +364,20 @@ static PyObject *ranked(Ranker *self, const Question *question, PyObject *server
     Row *rows = (Row *)memory;
     Asked *asked = (Asked *)(rows + count);
     uint32_t *places = (uint32_t *)(asked + count);
-    if (read_servers(self, servers, question->hear, asked) < 0 || fill_held(question, asked, rows, count) < 0) {
+    if (read_servers(self, servers, question->hear, asked) < 0 || fill_held(question, asked, rows, count) < 0 ||
+        fill_prices(question, asked, rows, count) < 0) {
         free(memory);
         return NULL;
     }
+    question->hot = hot_tokens(question, asked, rows, count);
     if (fill_matched(self, question, asked, rows, count) < 0)
         PyErr_NoMemory();
     else if ((unworthy = fill_works(self, question, asked, rows, count)) >= 0) {
-        for (Py_ssize_t at = 0; at < count; at++)
-            rows[at].wait_s = sky_queues_wait_s(self->queues, &asked[at], question->now_s);
-        fill_scores(self, question->rate, rows, count);
+        for (Py_ssize_t at = 0; at < count; at++) {
+            double late_s = question->now_s - rows[at].price.due_s;
+            rows[at].wait_s = sky_queues_wait_s(self->queues, &asked[at], question->now_s) + (late_s > 0.0 ? late_s : 0.0);
+        }
+        fill_scores(self, question, unworthy > 0, rows, count);
         if ((held_back = hold_back(self, asked, rows, count, question->now_s, places)) < 0)
             PyErr_NoMemory();
         else
@@ -322,18 +397,20 @@ static PyObject *rank(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     Question question;
     PyObject *result = NULL;
-    if (given != 9) {
-        PyErr_SetString(PyExc_TypeError,
-                        "rank: expected held, blocks, tokens, block_tokens, servers, now_s, rate, curves and hear");
+    if (given != 11) {
+        PyErr_SetString(PyExc_TypeError, "rank: expected held, blocks, tokens, block_tokens, servers, now_s, rate, curves, "
+                                         "prices, answer_tokens and hear");
         return NULL;
     }
     question.held = args[0];
     question.tokens = PyLong_AsLongLong(args[2]);
     if ((question.tokens == -1 && PyErr_Occurred()) || !number_from(args[3], &question.block_tokens) ||
-        !number_from(args[5], &question.now_s) || !number_from(args[6], &question.rate))
+        !number_from(args[5], &question.now_s) || !number_from(args[6], &question.rate) ||
+        !number_from(args[9], &question.answer_tokens))
         return NULL;
     question.curves = args[7];
-    question.hear = args[8];
+    question.prices = args[8];
+    question.hear = args[10];
     if (question.tokens < 0 || question.tokens > (long long)1 << 52 ||
         !(question.block_tokens >= 0 && question.block_tokens <= 1e15)) {
         PyErr_Format(PyExc_ValueError, "a prompt of %S tokens in blocks of %S", args[2], args[3]);
@@ -399,7 +476,7 @@ static void destroy(PyObject *object)
 
 static PyMethodDef methods[] = {
     {"rank", (PyCFunction)(void (*)(void))rank, METH_FASTCALL,
-     "rank(held, blocks, tokens, block_tokens, servers, now_s, rate, curves, hear) -> tuple"},
+     "rank(held, blocks, tokens, block_tokens, servers, now_s, rate, curves, prices, answer_tokens, hear) -> tuple"},
     {"forget", forget, METH_O, "forget(slot)"},
     {NULL, NULL, 0, NULL},
 };

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -197,8 +198,8 @@ class PrefixState:
             own = PreciseIndex(int(options["block_tokens"]), secret=secret)
             return named(name, index=own, cost=cost, **options)
         named(name, **options)  # check the options before their values are used
-        blocks = int(options.get("blocks_per_server", known["blocks_per_server"]))
-        most = int(options.get("max_match_blocks", known.get("max_match_blocks", 0))) or None
+        tuned: Any = STRATEGIES.settings(name, options)
+        blocks, most = tuned.blocks_per_server, getattr(tuned, "most_blocks", None)
         index = (
             SharedPrefixIndex(self._name_of, self._slot_of, blocks, most, secret)
             if shares

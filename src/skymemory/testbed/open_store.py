@@ -75,7 +75,9 @@ def _open(where: str, is_nearest: bool = False) -> Store:
     if kind == "tiers":
         return _ruled(_open_tiers(place, options, rules, where), rules, where)
     if kind == "host":
-        return _ruled(_open_host(place, dict(options), where, is_nearest and not rules), rules, where)
+        if is_nearest and rules and _is_shared_here(place):
+            raise _refused(where, f"its clients would not know of farther tiers: no {', '.join(rules)} here")
+        return _ruled(_open_host(place, options, where, is_nearest), rules, where)
     return _ruled(_open_one(kind, place, dict(options), where), rules, where)
 
 
@@ -109,7 +111,7 @@ def host_address(where: str) -> str | None:
     if kind != "host" or not _is_shared_here(place):
         return None
     folder = dict(pairs).get("at")
-    return f"host://{Path(folder).absolute()}" if folder else "host:"
+    return f"host://{folder}" if folder else "host:"
 
 
 def how_to_share(where: str) -> str:
@@ -193,21 +195,37 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
     raise _refused(where, f"expected {EXPECTED}")
 
 
-def _open_host(place: str, options: dict[str, str], where: str, is_nearest: bool) -> Store:
+_TO_SHARE, _TO_ATTACH = ("at", "keep", "name", "policy"), ("name", "timeout")
+
+
+def _open_host(place: str, given: list[tuple[str, str]], where: str, is_nearest: bool) -> Store:
+    options = dict(given)
+    if len(options) < len(given):
+        raise _refused(where, "expected each option once")
     if not _is_shared_here(place):
-        _no_others(options, ("name", "timeout"), where)
-        return HostStore(
-            Path(place) if place else default_folder(),
-            name=_name("host", options, where),
-            timeout_s=parse_duration(options.get("timeout", "2s")),
-        )
-    _no_others(options, ("at", "keep", "name", "policy"), where)
-    keep = options.get("keep", "no")
+        if options.keys() & (set(_TO_SHARE) - set(_TO_ATTACH)):
+            raise _refused(where, "at, keep and policy are the owner's, host://SIZE: attach by host: or host:///FOLDER")
+        _no_others(options, _TO_ATTACH, where)
+        timeout_s = parse_duration(options.get("timeout", "2s"))
+        if timeout_s <= 0.0:
+            raise _refused(where, f"timeout={quoted(options['timeout'])}: expected a time above 0, such as 2s")
+        name = _name("host", options, where)
+        return HostStore(Path(place) if place else default_folder(), name=name, timeout_s=timeout_s)
+    if "timeout" in options:
+        raise _refused(where, "timeout is a client's, host: or host:///FOLDER: host://SIZE shares memory from here")
+    _no_others(options, _TO_SHARE, where)
+    keep, at = options.get("keep", "no"), options.get("at", str(default_folder()))
     if keep not in _YES + _NO:
         raise _refused(where, f"keep={quoted(keep)}: expected yes or no")
+    if not at.startswith("/"):
+        raise _refused(where, f"at={quoted(at)}: expected a folder from the root on, such as /dev/shm/sky")
+    try:
+        budget_bytes = parse_size(place)
+    except InvalidInput as error:
+        raise _refused(where, f"{error}; host:///FOLDER attaches to the owner of a folder") from error
     return ServedArena(
-        Path(options["at"]) if "at" in options else default_folder(),
-        parse_size(place),
+        Path(at),
+        budget_bytes,
         name=_name("host", options, where),
         policy=options.get("policy", DEFAULT_POLICY),
         keep=keep in _YES,
@@ -263,6 +281,8 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
             if _parts(tier.address)[0] == "tiers":
                 raise InvalidInput(f"{tier.address!r} is a hierarchy itself: list its tiers instead")
             is_nearest = not tiers and len(plan.tiers) > 1
+            if tiers and host_address(tier.address):
+                raise InvalidInput(f"{tier.address!r} shares memory alone or as the first tier: list it first")
             tiers.append((_open(tier.address, is_nearest), tier.settings))
         return TieredStore(tiers, plan.settings)
     except BaseException as error:

@@ -14,6 +14,13 @@ LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash", "lmetr
 """Those that believe a server to hold what it was sent."""
 PREFIX = (*LEARNING, "precise", "chwbl")
 
+CROWDING = 1e-3
+"""Of scores in seconds, what a few blocks in a cache of thousands cost."""
+
+
+def spread(found: dict[str, float]) -> float:
+    return max(found.values()) - min(found.values())
+
 
 @pytest.fixture(params=NAMES)
 def scorer(request: pytest.FixtureRequest) -> Scorer:
@@ -118,7 +125,7 @@ def test_a_shorter_and_a_longer_prompt(learner: Scorer) -> None:
 def test_prompts_of_another_adapter_or_salt_share_nothing(learner: Scorer) -> None:
     fleet = a_fleet(4)
     serve(Picker(fleet, learner, seed=1), a_request((1, 10), seed=1))
-    assert len(set(scores(learner, a_request((1, 10), seed=2), fleet, 1.0).values())) == 1
+    assert spread(scores(learner, a_request((1, 10), seed=2), fleet, 1.0)) < CROWDING
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -182,7 +189,7 @@ def test_a_stale_report_says_nothing(name: str) -> None:
     fresh, stale = scores(scorer, prompt, fleet, 1.0), scores(scorer, prompt, fleet, 100.0)
     assert fresh["s0"] < fresh["s1"]
     if name != "chwbl":  # By its hash, either may come first.
-        assert stale["s0"] == stale["s1"]
+        assert spread(stale) < CROWDING
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ def test_a_gain_under_the_threshold_leaves_it_to_load_and_says_so(name: str) -> 
         held = serve(picker, a_request((1, 10), (2, 1))).server
         for number in (7, 8):
             asked = a_request((1, 10), (number, 1))
-            assert len(set(scores(picker.scorer, asked, fleet, 1.0).values())) == 1, f"{held} holds 160 of 176 tokens"
+            assert spread(scores(picker.scorer, asked, fleet, 1.0)) < CROWDING, f"{held} holds 160 of 176 tokens"
             assert any("load only" in reason for reason in picker.pick(asked, 1.0).reasons)
 
 

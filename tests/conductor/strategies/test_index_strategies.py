@@ -17,8 +17,10 @@ from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.block_cost import BlockCost
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
-from skymemory.conductor.strategies.sglang import Radix, RadixSettings
-from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise
+from skymemory.conductor.strategies.registry import named
+from skymemory.conductor.strategies.sglang import LMetric, Radix, RadixSettings
+from skymemory.conductor.strategies.weighted import Approximate, Precise
+from skymemory.errors import InvalidInput
 
 
 def test_prompts_with_one_first_chunk_do_not_collapse_on_one_server() -> None:
@@ -156,12 +158,45 @@ def test_the_endpoint_pickers_faults() -> None:
     fleet.servers["s0"].reported_tokens(100, 200)
     serve(picker, a_request((3, 30)), among={"s0"})
     assert index.blocks_of(0) == 5
-    # No more than 256 blocks of a prompt count.
-    roomy = Picker(
-        a_fleet(1), Approximate(ApproximatePrefixIndex(1000, ApproximateSettings().max_match_blocks)), seed=1
-    )
-    serve(roomy, a_request((4, 300)))
-    assert roomy.pick(a_request((4, 300)), 0.0).matched_tokens == 256 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "matched_tokens", "share"),
+    [
+        ({}, 131_072, 1.0),  # of 8,250 blocks of 16 tokens; what is matched is compared with as much
+        ({"max_match_tokens": "0"}, 2_048 * 16, 2_048 / 8_250),
+        ({"max_match_tokens": "0", "max_match_blocks": "0"}, 8_250 * 16, 1.0),
+        ({"max_match_tokens": "4096", "max_match_blocks": "1"}, 4_096, 1.0),  # tokens go before blocks
+    ],
+)
+def test_the_endpoint_picker_matches_131072_tokens(options: dict[str, str], matched_tokens: int, share: float) -> None:
+    scorer = named("approximate", **options)
+    picker = Picker(a_fleet(1), scorer, seed=1)
+    serve(picker, a_request((1, 8_250)))
+    decision = picker.pick(a_request((1, 8_250)), 0.0)
+    assert decision.matched_tokens == matched_tokens
+    assert decision.score == pytest.approx(2 + 2 + 3 * share)
+    with pytest.raises(InvalidInput, match="expected 0 or more, such as 131072"):
+        named("approximate", max_match_tokens=-1)
+
+
+def test_lmetric_breaks_ties_by_requests_then_by_tokens_to_compute() -> None:
+    """Products are (prompt − matched) × (requests + 1), here of ten blocks of 16 tokens."""
+    fleet = a_fleet(4)
+    picker = Picker(fleet, LMetric(NaivePrefixIndex(1000)), seed=1)
+    serve(picker, a_request((1, 5)), among={"s1"})
+    for name, requests in (("s0", 2), ("s1", 3), ("s2", 2), ("s3", 1)):
+        fleet.servers[name].in_flight = requests
+    asked = a_request((1, 5), (2, 5))
+    # 160 · 3, 80 · 4, 160 · 3, 160 · 2: two products are 320, and one request is fewer than three.
+    assert {picker.pick(asked, 0.0).server for _ in range(20)} == {"s3"}
+    assert list(picker.scorer.rank(asked, list(fleet), 0.0).scores) == [-2.0, -1.0, -2.0, 0.0]
+    # A prompt held whole costs 0 wherever it is, so the requests there decide, however many.
+    for name in ("s1", "s2", "s3"):
+        serve(picker, a_request((3, 10)), among={name})
+    for name, requests in (("s1", 10**9), ("s2", 10**9 - 1), ("s3", 10**9 - 1)):
+        fleet.servers[name].in_flight = requests
+    assert {picker.pick(a_request((3, 10)), 0.0).server for _ in range(40)} == {"s2", "s3"}, "full ties are drawn"
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])

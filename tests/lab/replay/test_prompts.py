@@ -20,7 +20,7 @@ from skymemory_lab.replay.prompts import (
     probes,
     word_prompts,
 )
-from skymemory_lab.sim.workload import WORDS
+from skymemory_lab.sim.prompt_text import WORDS
 
 BLOCK = 40.0
 IDS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8, unique=True)

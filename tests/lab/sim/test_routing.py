@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -15,16 +17,17 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.cluster.pool import PrefixCache
-from skymemory_lab.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
+from skymemory_lab.sim.routed_strategies import strategy_for
+from skymemory_lab.sim.routing import RoutedOutcome, RoutingSetup, as_routed, measured, simulate, worst_share
 from skymemory_lab.sim.trace import TraceRequest
-from skymemory_lab.sim.workload import CONVERSATIONS, generate
+from skymemory_lab.sim.workload import CONVERSATIONS, TENANTS, Workload, generate
 
 LINEAR = CostModel(
     replace(LLAMA_70B_8xA800.shape, layers=1, width=1, attention_flops=0.0, weight_flops=1.0),
     Machine("a token in a millisecond", 2_000.0, 1.0, 1.0),
     mfu=0.5,
 )
-ONE = RoutingSetup(servers=1, cache_blocks=4, cost=LINEAR, decode_token_s=0.1)
+ONE = RoutingSetup(servers=1, cache_blocks=4, cost=LINEAR, decode_token_s=0.1, scrape_s=0.2)
 
 
 def asks(at_s: float, ids: Sequence[int], tokens: int, output: int = 10) -> TraceRequest:
@@ -198,6 +201,49 @@ def test_metrics_by_hand() -> None:
     assert metrics.token_hits == 0 and metrics.worst_share == 0 and metrics.spread == 0
     with pytest.raises(InvalidInput, match="no request arrived"):
         measured(outcomes, 1, from_s=99.0)
+
+
+def outcome(at_s: float, server: int, ttft_s: float, answer_s: float, output: int, **other: Any) -> RoutedOutcome:
+    return RoutedOutcome(at_s, server, ttft_s, 1_000, 0, 1, 0, answer_s, output, **{"believed_tokens": 0, **other})
+
+
+def test_latencies_by_hand() -> None:
+    """Per request tokens take 0.1 s and 0.3 s; over all ten tokens after the first ones, 0.12 s."""
+    outcomes = [
+        outcome(0.0, 0, 1.0, 1.9, 10, believed_tokens=513),
+        outcome(1.0, 0, 3.0, 3.3, 2, believed_tokens=512),
+        outcome(2.0, 1, 2.0, 2.0, 1),
+        outcome(3.0, 0, 60.0, 60.0, 500, failed=True),
+    ]
+    metrics = measured(outcomes, 4)
+    assert (metrics.requests, metrics.failed, metrics.overbelieved) == (4, 1, 0.25)
+    assert metrics.mean_s == pytest.approx(66 / 4) and metrics.answer_s == pytest.approx((1.9 + 3.3 + 2 + 60) / 4)
+    assert metrics.token_s == pytest.approx(0.2) and metrics.all_tokens_s == pytest.approx(1.2 / 10)
+    assert metrics.answer_p99_s > 58 and 0.29 < metrics.token_p99_s <= 0.3
+    assert metrics.servers_used == 0.5, "a quarter of the mean is a quarter of a request"
+    assert set(metrics.as_json()) == {field.name for field in fields(metrics)}
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "workload", "digest", "sum_s", "squares"),
+    [
+        ("precise", 0.0, CONVERSATIONS, "d2e16cc574b2a882", 2595.1973148814, 53473.649730164),
+        ("approximate", 0.0, TENANTS, "38f7e2855b9edb3a", 1444.6556973320, 3836.6921421785),
+        ("least-load", 0.0, TENANTS, "199a6bc0528afa10", 9708.0691060329, 133857.38797960),
+    ],
+)
+def test_one_prefill_at_a_time_gives_the_results_of_the_first_edition(
+    name: str, whole: float, workload: Workload, digest: str, sum_s: float, squares: float
+) -> None:
+    """Recorded before there were other engines."""
+    setup = RoutingSetup(cache_blocks=1_000, seed=7, whole=whole, scrape_s=0.2)
+    requests = generate(workload, 120.0 if workload is CONVERSATIONS else 60.0, seed=11)
+    scorer, events = strategy_for(name, setup, 0.1)
+    outcomes = simulate(requests, scorer, setup, events)
+    placed = [(one.server, one.hit_blocks, one.hit_tokens, one.blocks, one.tokens) for one in outcomes]
+    assert hashlib.sha256(repr(placed).encode()).hexdigest()[:16] == digest
+    assert sum(one.ttft_s for one in outcomes) == pytest.approx(sum_s)
+    assert sum(one.ttft_s**2 for one in outcomes) == pytest.approx(squares)
 
 
 def test_the_worst_share_is_that_of_the_worst_window() -> None:

@@ -9,7 +9,8 @@ from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.errors import InvalidInput
-from skymemory_lab.sim.routing import ErringLeastTtft, as_routed
+from skymemory_lab.sim.routed_strategies import ErringLeastTtft
+from skymemory_lab.sim.routing import as_routed
 from skymemory_lab.sim.trace import TraceRequest
 
 SERVERS = 4

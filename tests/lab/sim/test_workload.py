@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput
+from skymemory_lab.sim.distributions import Popularity
+from skymemory_lab.sim.prompt_text import render_text
 from skymemory_lab.sim.trace import TraceRequest, ideal_hits, read_trace
-from skymemory_lab.sim.workload import AGENTS, CONVERSATIONS, TENANTS, WORKLOADS, Popularity, generate, render_text
+from skymemory_lab.sim.workload import AGENTS, CONVERSATIONS, TENANTS, WORKLOADS, generate
 
 TRACE = Path(__file__).parents[4] / "shared/data/traces/conversation_trace.jsonl"
 HOUR_S = 3_537.0

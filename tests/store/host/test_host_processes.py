@@ -20,6 +20,7 @@ from tests.contract.store_contract import key, value
 from tests.soak.host import HostSoak
 
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.kv.block import Place, places_in
 from skymemory.reasons import Miss
 from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
@@ -28,10 +29,13 @@ from skymemory.store.host.server import ServedArena
 from skymemory.testbed.open_store import open_store
 
 BUDGET_BYTES = 4 << 20
+BLOCK = [Place(0)]
+"""Place of a block: named values go through no slot."""
 
 _CLIENT = """
 import sys, time
 from pathlib import Path
+from skymemory.kv.block import Place
 from skymemory.reasons import Miss
 from skymemory.store.host import messages
 from skymemory.store.host.client import HostStore
@@ -149,12 +153,52 @@ def test_a_value_that_was_damaged_is_a_miss_and_goes(folder: Path) -> None:
         assert owner.lookup([key(1)])[0].name == "MISS" and client.stats()["corrupt_total"] == 1
 
 
-def test_a_value_that_expires_ends_with_the_owner_that_knows_when(folder: Path) -> None:
+def test_a_lifetime_goes_on_with_the_next_owner(folder: Path) -> None:
     with ServedArena(folder, BUDGET_BYTES, keep=True) as owner:
         owner.put_many([(key(number), value(number)) for number in range(3)])
         assert owner.expire([key(0), key(1)], 60.0) == [True, True] and owner.expire([key(1)], math.inf) == [True]
+        assert owner.expire([key(2)], 0.2) == [True]
+    time.sleep(0.2)
     with ServedArena(folder, BUDGET_BYTES) as owner:
-        assert [presence.name for presence in owner.lookup([key(0), key(1), key(2)])] == ["MISS", "HIT", "HIT"]
+        assert [presence.name for presence in owner.lookup([key(0), key(1), key(2)])] == ["HIT", "HIT", "MISS"]
+        left_s = owner.left_s([key(0), key(1), key(2)])
+        assert 50.0 < left_s[0] < 59.9 and left_s[1:] == [math.inf, math.inf]
+        assert owner.stats()["used_bytes"] == len(value(0)) + len(value(1))
+
+
+def test_a_lifetime_of_another_boot_ends_its_value(folder: Path) -> None:
+    """Of a folder on a disk: the monotonic clock began anew."""
+    with ServedArena(folder, BUDGET_BYTES, keep=True) as owner:
+        owner.put_many([(key(0), value(0)), (key(1), value(1))])
+        owner.expire([key(0)], 60.0)
+    with open(folder / "directory", "r+b") as directory:
+        directory.seek(80)
+        directory.write(b"another boot's..")
+    with ServedArena(folder, BUDGET_BYTES) as owner:
+        assert [presence.name for presence in owner.lookup([key(0), key(1)])] == ["MISS", "HIT"]
+
+
+def test_an_expired_value_is_a_miss_at_once_without_its_owner(folder: Path) -> None:
+    owner = ServedArena(folder, BUDGET_BYTES, keep=True)
+    with HostStore(folder) as client, HostStore(folder) as other:
+        assert client.put_many([(key(1), value(1)), (key(2), value(2))]) == [True, True]
+        assert client.expire([key(1)], 0.5) == [True]
+        (view,) = other.get_many([key(1)])
+        owner.close()
+        assert other.sizes([key(1), key(2)]) == [len(value(1)), len(value(2))]
+        time.sleep(0.5)
+        for store in (client, other):
+            assert store.get_many([key(1), key(2)]) == [None, value(2)] and store.prefix([key(2), key(1)]) == 1
+        assert view == value(1), "what is read stays"
+
+
+def test_a_named_value_is_seen_by_all_once_it_is_stored(owner: ServedArena) -> None:
+    with HostStore(owner.folder) as client, HostStore(owner.folder) as other:
+        client.put_many([(key(0), bytes(16))], BLOCK)  # it has room for as large values from now on
+        for number in range(300):
+            data = number.to_bytes(16, "big")
+            assert client.put_many([(key(1), data)]) == [True]
+            assert other.get_many([key(1)]) == [data], number
 
 
 def test_room_of_a_connection_that_broke_is_written_no_more(owner: ServedArena) -> None:
@@ -319,11 +363,12 @@ def test_with_a_stopped_owner_reads_go_on_at_once(folder: Path) -> None:
     try:
         assert process.stdout is not None and process.stdout.readline()
         with HostStore(folder, timeout_s=1.0) as client:
-            client.put_many([(key(1), value(1))])
+            client.put_many([(key(1), value(1))], BLOCK)
             os.kill(process.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             assert client.put_many([(key(2), value(2, 200_000))]) == [False]
-            assert client.put_many([(key(3), value(3))]) == [True] and client.get_many([key(3)]) == [value(3)]
+            assert client.put_many([(key(3), value(3))]) == [False], "a named value"
+            assert client.put_many([(key(3), value(3))], BLOCK) == [True] and client.get_many([key(3)]) == [value(3)]
             until_s = time.monotonic() + 3.0
             while time.monotonic() < until_s:
                 began_s = time.monotonic()
@@ -353,10 +398,10 @@ def test_a_fault_of_the_owner_ends_one_connection_and_is_counted(
 
 
 POSTING = (
-    "store.put_many([(key(0), bytes(1_000))])\n"  # from then on it has room for such values
+    "store.put_many([(key(0), bytes(1_000))], [Place(0)])\n"  # from then on it has room for such values
     "print(1, flush=True)\n"
     "sys.stdin.readline()\n"
-    "print(store.put_many([(key(n), bytes([n]) * 1_000) for n in range(1, 21)]), flush=True)\n"
+    "print(store.put_many([(key(n), bytes([n]) * 1_000) for n in range(1, 21)], [Place(0)] * 20), flush=True)\n"
     "time.sleep(60)"
 )
 
@@ -415,7 +460,7 @@ def test_what_a_client_stored_outlives_it(folder: Path, counted: bool) -> None:
 
 def test_room_in_slots_is_taken_back_when_memory_is_short(folder: Path) -> None:
     with ServedArena(folder, 8 << 20) as owner, HostStore(folder) as client:
-        client.put_many([(key(0), bytes(4_000))])
+        client.put_many([(key(0), bytes(4_000))], BLOCK)
         assert owner.stats()["slot_bytes"] > 100_000
         owner.put_many([(key(1), bytes(3 << 20))])
         view = owner.get_many([key(1)])
@@ -430,10 +475,10 @@ def test_room_in_slots_is_taken_back_when_memory_is_short(folder: Path) -> None:
 
 def test_values_in_slots_that_follow_one_another_are_a_chain(folder: Path) -> None:
     with ServedArena(folder, 8 << 20) as owner, HostStore(folder) as client:
-        client.put_many([(key(0), bytes(4_000))])
+        client.put_many([(key(0), bytes(4_000))], BLOCK)
         owner.delete([key(0)])
         chain = [key(number) for number in range(1, 6)]
-        assert client.put_many([(each, bytes(4_000)) for each in chain]) == [True] * 5
+        assert client.put_many([(each, bytes(4_000)) for each in chain], places_in(chain, range(5))) == [True] * 5
         assert owner.pin(chain[-1:], 60.0) == [True], "and all before it"
         for number in range(100, 200):
             owner.put_many([(key(number), bytes(400_000))])
@@ -442,10 +487,10 @@ def test_values_in_slots_that_follow_one_another_are_a_chain(folder: Path) -> No
 
 def test_others_see_a_value_in_a_slot_soon_though_its_owner_slept(folder: Path) -> None:
     with ServedArena(folder, 64 << 20), HostStore(folder) as client, HostStore(folder) as other:
-        client.put_many([(key(0), b"x" * 1_000)])
+        client.put_many([(key(0), b"x" * 1_000)], BLOCK)
         for number in range(1, 6):
             time.sleep(0.1)  # it sleeps again
-            client.put_many([(key(number), b"x" * 1_000)])
+            client.put_many([(key(number), b"x" * 1_000)], BLOCK)
             in_time(lambda number=number: other.get_many([key(number)]) == [b"x" * 1_000], 0.5)  # type: ignore[misc]
 
 
@@ -476,25 +521,14 @@ def test_of_two_clients_values_the_later_stays(owner: ServedArena) -> None:
     """Whichever page the owner reads first."""
     with HostStore(owner.folder) as first, HostStore(owner.folder) as second:
         for client in (first, second):
-            client.put_many([(key(0), bytes(1_000))])  # from then on it has room for such values
+            client.put_many([(key(0), bytes(1_000))], BLOCK)  # from then on it has room for such values
         owner.enter_posts()
         with owner._lock:  # it cannot look into slots meanwhile
             for number, clients in ((1, (first, second)), (2, (second, first))):
                 for at, client in enumerate(clients):
-                    assert client.put_many([(key(number), bytes([at]) * 1_000)]) == [True]
+                    assert client.put_many([(key(number), bytes([at]) * 1_000)], BLOCK) == [True]
         owner.enter_posts()
         assert owner.get_many([key(1), key(2)]) == [b"\1" * 1_000] * 2
-
-
-def test_a_value_that_is_refused_later_leaves_no_older_one(folder: Path) -> None:
-    with ServedArena(folder, 8 << 20) as owner, HostStore(folder) as client:
-        client.put_many([(key(1), b"old" * 1_000)])
-        owner.enter_posts()
-        with owner._lock:  # it enters nothing meanwhile
-            assert client.put_many([(key(1), b"new" * 1_000)]) == [True]
-            owner._inventory.kept.add(key(1))  # refused, as beside pins
-        owner.enter_posts()
-        assert client.get_many([key(1)]) == [None]
 
 
 def test_a_damaged_page_costs_its_client_alone(owner: ServedArena) -> None:
@@ -529,13 +563,13 @@ def test_a_value_stored_just_before_the_owner_sleeps_is_entered_at_once(
     owner: ServedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with HostStore(owner.folder) as client:
-        client.put_many([(key(0), bytes(1_000))])
+        client.put_many([(key(0), bytes(1_000))], BLOCK)
         sleep, stored = owner.sleep, list[float]()
 
         def sleep_after_a_store() -> bool:
             if not stored:
                 owner.wake()  # so that the client wakes no thread
-                assert client.put_many([(key(1), b"x" * 1_000)]) == [True]
+                assert client.put_many([(key(1), b"x" * 1_000)], BLOCK) == [True]
                 stored.append(time.monotonic())
             return sleep()
 

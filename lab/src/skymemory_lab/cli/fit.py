@@ -270,7 +270,7 @@ def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
 
 async def _prompts(args: argparse.Namespace, client: Client, context_tokens: int | None) -> MakePrompt:
     from skymemory_lab.replay.play import calibrate, negotiate_features
-    from skymemory_lab.sim.workload import WORDS
+    from skymemory_lab.sim.prompt_text import WORDS
 
     settings: FitSettings = args.settings
 

@@ -295,8 +295,8 @@ async def _prepared(
 ) -> MakePrompt:
     from skymemory_lab.replay.play import calibrate, negotiate_features
     from skymemory_lab.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
+    from skymemory_lab.sim.prompt_text import WORDS
     from skymemory_lab.sim.trace import BLOCK_TOKENS
-    from skymemory_lab.sim.workload import WORDS
 
     args = replay.args
     context_tokens = await _known(client, args)

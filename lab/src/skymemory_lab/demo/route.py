@@ -34,7 +34,8 @@ from skymemory_lab.replay.client import Client, Target
 from skymemory_lab.replay.play import OpenLoopPlayer
 from skymemory_lab.replay.prompts import PlannedRequest
 from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus, samples_of
-from skymemory_lab.sim.workload import WORKLOADS, generate, render_text
+from skymemory_lab.sim.prompt_text import render_text
+from skymemory_lab.sim.workload import WORKLOADS, generate
 
 # 1. Generate prompts of the workload, scaled to the small model.
 # 2. Start four engines and measure their joint speed with nothing cached.

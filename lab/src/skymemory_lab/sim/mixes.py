@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from skymemory.config import suggestion
 from skymemory.errors import InvalidInput
+from skymemory_lab.sim.distributions import LogNormal
 from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
-from skymemory_lab.sim.workload import WORKLOADS, LogNormal, generate
+from skymemory_lab.sim.workload import WORKLOADS, generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
+"""Synthetic workloads: seeded conversations and open-loop Poisson requests. ``sim.families`` has more of them.
 
 A conversation starts with its tenant's system prompt, sometimes a shared document, then its own text. Each further turn
 adds the answer and a new message.
@@ -17,44 +17,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 from skymemory.errors import InvalidInput
+from skymemory_lab.sim.distributions import Bursts, Lengths, LogNormal, Popularity
 from skymemory_lab.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittered, read_trace
-
-
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """Clipped log-normal distribution of whole numbers."""
-
-    median: float
-    sigma: float
-    least: int
-    most: int
-
-    def draw(self, dice: random.Random) -> int:
-        return max(self.least, min(self.most, round(self.median * math.exp(dice.gauss(0, self.sigma)))))
-
-
-@dataclass(frozen=True, slots=True)
-class Popularity:
-    """Zipf popularity, ``1 / rank ** skew``; ranks rotate by ``moves_by`` every ``moves_every_s``."""
-
-    count: int
-    skew: float
-    moves_every_s: float = math.inf
-    moves_by: int = 0
-
-    def weights(self) -> list[float]:
-        return list(accumulate(1 / rank**self.skew for rank in range(1, self.count + 1)))
-
-    def draw(self, dice: random.Random, weights: list[float], at_s: float) -> int:
-        rank = dice.choices(range(self.count), cum_weights=weights)[0]
-        steps = 0 if math.isinf(self.moves_every_s) else math.floor(at_s / self.moves_every_s)
-        return (rank + steps * self.moves_by) % self.count
-
 
 _NONE = LogNormal(1, 0.0, 1, 1)
 _ONE = Popularity(1, 0.0)
@@ -66,23 +34,28 @@ class Workload:
 
     name: str
     conversations_per_s: float
+    gap_shape: float = 1.0
+    """Shape of the Gamma distribution of the gaps between conversations; 1: Poisson."""
+    bursts: Bursts | None = None
+    sessions: int = 0
+    """Conversations, all begun in the first ``pause``; 0: ``conversations_per_s``."""
     tenants: Popularity
-    system: LogNormal
+    system: Lengths
     documents: Popularity = _ONE
-    document: LogNormal = _NONE
+    document: Lengths = _NONE
     document_share: float = 0.0
-    question: LogNormal
+    question: Lengths
     job_share: float = 0.0
     """Share of conversations with a single request of ``job`` tokens."""
-    job: LogNormal = _NONE
+    job: Lengths = _NONE
     goes_on: float  # probability of a second turn
     goes_on_growth: float = 0.0
     """Exponent by which later ends become less likely: ``turn ** -goes_on_growth``."""
-    message: LogNormal
+    message: Lengths
     long_message_share: float = 0.0
-    long_message: LogNormal = _NONE
+    long_message: Lengths = _NONE
     pause: LogNormal
-    answer: LogNormal
+    answer: Lengths
     curt_share: float
     """Share of answers of a few tokens."""
     batch_s: float = 0.0
@@ -105,10 +78,8 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
     texts = [workload.document.draw(dice) for _ in range(workload.documents.count)]
     requests: list[TraceRequest] = []
     # Long enough for conversations that began before second 0 to reach their usual mix of turns.
-    before_s = 6.0 * workload.pause.median
-    begins_s, session = -before_s, 0
-    while (begins_s := begins_s + dice.expovariate(workload.conversations_per_s)) < duration_s:
-        session += 1
+    before_s = 0.0 if workload.sessions else 6.0 * workload.pause.median
+    for session, begins_s in enumerate(_begins_s(workload, dice, -before_s, duration_s), 1):
         tenant = workload.tenants.draw(dice, tenants, begins_s + before_s)
         stem: tuple[tuple[str, int, int], ...] = (("system", tenant, systems[tenant]),)
         job = dice.random() < workload.job_share
@@ -124,6 +95,20 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
                 ids = names.of(stem, ("own", session, own_tokens))
                 requests.append(TraceRequest(at_s, tokens, output, ids, session))
     return sorted(requests, key=lambda request: request.at_s)
+
+
+def _begins_s(workload: Workload, dice: random.Random, from_s: float, until_s: float) -> Iterator[float]:
+    """Yield when conversations begin."""
+    if workload.sessions:
+        yield from sorted(dice.uniform(0.0, workload.pause.median) for _ in range(workload.sessions))
+        return
+    rate, shape, even_s = workload.conversations_per_s, workload.gap_shape, from_s
+    while True:
+        even_s += dice.expovariate(rate) if shape == 1.0 else dice.gammavariate(shape, 1.0 / (shape * rate))
+        begins_s = even_s if workload.bursts is None else workload.bursts.warped_s(even_s)
+        if begins_s >= until_s:
+            return
+        yield begins_s
 
 
 def _turns(
@@ -354,51 +339,3 @@ class OpenSource:
         if self.prefixes is not None:
             workload = scaled(workload, self.prefixes)
         return poisson(workload, self.rate_per_s, self.count, self.seed)
-
-
-_VOCABULARY = (
-    "a about after again all also always and another any are as ask at away back be because before better between "
-    "book both bring but by call can carry change city clear close cold come cost could country day deep did "
-    "different do door down draw each early end enough even every eye far few field find first follow food for form "
-    "found four from full garden get give glass go good great green group grow half hand hard have he head hear "
-    "help her here high him his hold home hour house how idea if in into island it just keep kind know land large "
-    "last late learn leave left letter life light like line list little live long look made make man many map mean "
-    "might mile more morning most mountain move much must name near need never new next night no north not note now "
-    "number of off often old on once one only open or other our out over own page paper part people place plan "
-    "plant play point port put question quick rain read real rest right river road room round run said same say sea "
-    "second see seem sentence set seven ship short should show side simple since small so some song soon sound "
-    "south stand star start state step still stone story street such sun sure table take talk "
-    "tell than that the "  # words: keep
-    "their them then there they thing think this thought three through time to together "
-    "told too took town travel "  # words: keep
-    "tree true try turn two under until up us use very voice walk want warm was watch water way we week well went "
-    "were what when where which while white who why will wind window with without word work world would write year "
-    "you young your "
-)
-WORDS = _VOCABULARY.split()
-
-
-def render_text(request: TraceRequest, characters_per_block: int) -> str:
-    """Return a prompt's text, scaled down to ``characters_per_block``. Equal ids give equal text.
-
-    Raises:
-        InvalidInput: fewer than 8 characters per block, which could be equal by chance.
-    """
-    if characters_per_block < 8:
-        raise InvalidInput(f"{characters_per_block} characters per block; expected 8 or more")
-    text = "".join(_block_text(block_id, characters_per_block) for block_id in request.ids)
-    rest_tokens = request.input_tokens % BLOCK_TOKENS
-    if rest_tokens:
-        missing = characters_per_block - max(1, rest_tokens * characters_per_block // BLOCK_TOKENS)
-        text = text[: len(text) - missing]
-    return text
-
-
-def _block_text(number: int, characters: int) -> str:
-    # Seeded by the id alone: equal blocks have equal text in every process.
-    dice = random.Random(number)
-    text = ""
-    while len(text) < characters:
-        sentence = " ".join(dice.choices(WORDS, k=dice.randint(5, 14)))
-        text += f"{sentence.capitalize()}. "
-    return text[: characters - 1] + " "

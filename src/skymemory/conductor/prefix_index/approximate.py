@@ -45,7 +45,6 @@ class PrefixIndex(Protocol):
 
 BLOCKS_PER_SERVER = 31_250
 """The endpoint picker's default."""
-MAX_MATCH = 256
 Table = type[native.PrefixTable]
 
 

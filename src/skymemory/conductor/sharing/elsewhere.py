@@ -78,7 +78,7 @@ class Elsewhere:
                 case Booking():
                     self._book(replica, change, now_s)
                 case FirstByte():
-                    self._first_byte(replica, change.number, now_s - change.age_s)
+                    self._first_byte(replica, change.number, now_s - change.age_s, is_seen=True)
                 case Ended():
                     self._end(replica, change.number, now_s - change.age_s)
                 case Measured():
@@ -145,6 +145,7 @@ class Elsewhere:
             sent_s,
             booking.work_s,
             booking.prompt_tokens,
+            max(0, booking.prompt_tokens - booking.backlog_tokens),
             booking.output_tokens or None,
             booking.streams,
             booking.computes,
@@ -152,7 +153,7 @@ class Elsewhere:
         )
         booked.ticket = picker.scorer.sent_elsewhere(request, server, now_s)
 
-    def _first_byte(self, replica: Replica, number: int, at_s: float) -> None:
+    def _first_byte(self, replica: Replica, number: int, at_s: float, *, is_seen: bool = False) -> None:
         booked = replica.booked.get(number)
         if booked is None or not booked.computes:
             return
@@ -160,7 +161,7 @@ class Elsewhere:
         if booked.server is not None and booked.scorer is not None:
             booked.server.elsewhere_prefilling -= 1
             booked.server.elsewhere_tokens -= booked.booking.backlog_tokens
-            booked.scorer.prefilled_elsewhere(booked.ticket, booked.server, at_s)
+            booked.scorer.prefilled_elsewhere(booked.ticket, booked.server, at_s, is_seen=is_seen)
 
     def _end(self, replica: Replica, number: int, at_s: float) -> None:
         self._first_byte(replica, number, at_s)

@@ -18,6 +18,7 @@ MAX_NAME = 4096
 SENDER_BYTES = 16
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Tokens = Annotated[float, msgspec.Meta(ge=0.0, le=2.0**53)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 _Sender = Annotated[bytes, msgspec.Meta(min_length=SENDER_BYTES, max_length=SENDER_BYTES)]
 
@@ -59,11 +60,11 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Prefill whose duration a replica has measured."""
+    """Prefill whose duration a replica has measured, or the means of some."""
 
     server: _Name
-    tokens: _Count
-    cached: _Count
+    tokens: _Tokens
+    cached: _Tokens
     seconds: _Seconds
 
 

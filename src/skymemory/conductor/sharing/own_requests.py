@@ -116,10 +116,10 @@ class OwnRequests:
         """Drop the measured speed of a server that left."""
         self._measured.pop(server, None)
 
-    def measured(self, server: str, tokens: int, cached: int, seconds: float) -> None:
+    def measured(self, server: str, tokens: float, cached: float, seconds: float) -> None:
         if not 0 <= seconds < _MOST_S or len(server) > MAX_NAME:
             return
-        point = Measured(server, max(0, tokens), max(0, cached), seconds)
+        point = Measured(server, max(0.0, tokens), max(0.0, cached), seconds)
         if server not in self._measured and len(self._measured) >= MAX_MEASURED_SERVERS:
             del self._measured[next(iter(self._measured))]
         self._measured.setdefault(server, deque(maxlen=KEPT_MEASURED)).append(point)

@@ -74,7 +74,7 @@ class ReplicaState:
             picker.scorer.share_measured(self._measured_by(picker))
 
     def _measured_by(self, picker: Picker) -> Measured:
-        def measured(slot: int, tokens: int, cached: int, seconds: float) -> None:
+        def measured(slot: int, tokens: float, cached: float, seconds: float) -> None:
             server = next((server.name for server in picker.fleet if server.slot == slot), None)
             if server is not None:
                 self.own.measured(server, tokens, cached, seconds)

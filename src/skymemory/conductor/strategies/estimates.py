@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from skymemory import native
 from skymemory.conductor.picker import PrefillTotals, Server
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import delays_s
+
+Point = tuple[float, float, float]
+"""Prompt tokens, cached tokens, seconds."""
 
 
 class PrefillCost(Protocol):
@@ -25,21 +29,34 @@ class ServerSpeeds(ABC):
 
     def __init__(self) -> None:
         self._totals: dict[int, PrefillTotals] = {}
+        self._streamed: set[int] = set()
+        """Servers whose first bytes were seen."""
 
     @abstractmethod
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         """Return the seconds of a prompt per server, given its cached tokens."""
 
     @abstractmethod
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None: ...
+    def observe(self, slot: int, tokens: float, cached: float, seconds: float) -> None:
+        """Record a prefill, or the mean of some."""
 
     @abstractmethod
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         """Record the time of a whole answer."""
 
+    @abstractmethod
+    def seen(self, slot: int) -> int:
+        """Return the number of prefills observed at a server, up to a bound."""
+
+    @abstractmethod
+    def per_token_s(self, slot: int) -> float:
+        """Return the seconds that a token more adds to the prefill of a short prompt."""
+
     def read_reports(self, servers: Sequence[Server]) -> None:
-        """Learn from the engines' counters: the mean prefill since the last report."""
+        """Learn from the engines' counters, the mean prefill since the last report, while no first byte was seen."""
         for server in servers:
+            if server.slot in self._streamed:
+                continue
             report = server.reported
             now = None if report is None else report.prefills
             before = self._totals.get(server.slot)
@@ -51,12 +68,93 @@ class ServerSpeeds(ABC):
             # Totals count the engine's tokens; curves are over our tokens.
             ratio = server.read_per_token / requests
             tokens, computed = (now.tokens - before.tokens) * ratio, (now.computed - before.computed) * ratio
-            self.observe(
-                server.slot, round(tokens), round(tokens - computed), (now.seconds - before.seconds) / requests
-            )
+            self.observe(server.slot, tokens, tokens - computed, (now.seconds - before.seconds) / requests)
+
+    def observe_first(self, slot: int, tokens: float, cached: float, seconds: float) -> None:
+        """Record prefills that first bytes have shown: their means."""
+        self._streamed.add(slot)
+        self.observe(slot, tokens, cached, seconds)
 
     def forget(self, slot: int) -> None:
         self._totals.pop(slot, None)
+        self._streamed.discard(slot)
+
+
+@dataclass(slots=True)
+class _Interval:
+    """Time in which a server has prefills without a break."""
+
+    begin_s: float = 0.0
+    open: int = 0
+    unseen: int = 0
+    """Open ones that are not streamed."""
+    ended: int = 0
+    tokens: float = 0.0
+    cached: float = 0.0
+    loading_s: float = 0.0
+    spoiled: bool = False
+
+    def begin(self, now_s: float) -> None:
+        self.begin_s, self.ended, self.tokens, self.cached, self.loading_s = now_s, 0, 0.0, 0.0, 0.0
+        self.spoiled = self.unseen > 0
+
+
+class BusyIntervals:
+    """Mean prefills of a server in the intervals in which it is busy.
+
+    How long a single prefill takes shows only where they come one by one: engines that batch prefills end several at
+    once. Over an interval from idle to idle both take as long as their sum; a longer one is cut at ``MOST`` ends.
+    """
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Interval] = {}
+
+    def sent(self, slot: int, now_s: float, *, is_seen: bool) -> None:
+        """``is_seen``: its first byte will show when its prefill ends."""
+        interval = self._of.setdefault(slot, _Interval())
+        if not interval.open:
+            interval.begin(now_s)
+        interval.open += 1
+        if not is_seen:
+            interval.unseen += 1
+            interval.spoiled = True
+
+    def ended(
+        self, slot: int, tokens: int, cached: int, loading_s: float, now_s: float, seen: int, *, is_seen: bool
+    ) -> Point | None:
+        """Return the means of an interval that ends with this prefill, if one does, else None.
+
+        ``seen``: prefills observed at this server so far; the first intervals are shorter.
+        """
+        interval = self._of.get(slot)
+        if interval is None or not interval.open:
+            return None
+        interval.open -= 1
+        interval.unseen -= not is_seen
+        interval.ended += 1
+        interval.tokens += tokens
+        interval.cached += cached
+        interval.loading_s += loading_s
+        if interval.open and interval.ended < min(self.MOST, 1 + seen):
+            return None
+        count, seconds = interval.ended, now_s - interval.begin_s - interval.loading_s
+        found = None
+        if not interval.spoiled and seconds > 0:
+            found = interval.tokens / count, interval.cached / count, seconds / count
+        interval.begin(now_s)
+        return found
+
+    def failed(self, slot: int, *, is_seen: bool) -> None:
+        interval = self._of.get(slot)
+        if interval is not None and interval.open:
+            interval.open -= 1
+            interval.unseen -= not is_seen
+            interval.spoiled = True
+
+    def forget(self, slot: int) -> None:
+        self._of.pop(slot, None)
 
 
 class GivenSpeeds(ServerSpeeds):
@@ -87,7 +185,13 @@ class GivenSpeeds(ServerSpeeds):
             return [seconds[count] for count in cached]
         return [seconds[count] * self._factors.get(slot, 1.0) for slot, count in zip(slots, cached, strict=True)]
 
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+    def seen(self, slot: int) -> int:
+        return len(self._ratios.get(slot, ()))
+
+    def per_token_s(self, slot: int) -> float:
+        return (self.cost.prefill_s(1024) - self.cost.prefill_s(512)) / 512 * self._factors.get(slot, 1.0)
+
+    def observe(self, slot: int, tokens: float, cached: float, seconds: float) -> None:
         """Record a measured prefill; update the server's factor, the median ratio to the model."""
         expected_s = self.cost.prefill_s(max(1, tokens), max(0, min(cached, tokens - 1)))
         if seconds <= 0 or expected_s <= 0:
@@ -124,25 +228,36 @@ Line = tuple[float, float, float]
 UNKNOWN: Line = (0.02, 1e-4, 0.0)
 """Initial curve, in which only proportions matter."""
 _NO_LINE: Line = (math.nan, math.nan, math.nan)
-Point = tuple[float, float, float]
-"""Prompt tokens, cached tokens, seconds."""
 
 
 class LearnedSpeeds(ServerSpeeds):
     """Curve per server through its latest observations, robust to outliers.
 
     n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))`` seconds. A server with fewer than
-    ``ENOUGH`` observations uses the common curve.
+    ``ENOUGH`` observations, or whose usual prompt takes as long as elsewhere, uses the common curve: else no idle
+    servers would tie, and noise would choose.
     """
 
     KEPT = 32
     ENOUGH = 4
+    ALIKE = 0.15
+    """Deviation from the common curve, at the usual prompt, within which a server uses it."""
+    EXPIRES = 64
+    """Observations per server after which a curve that got no new one is dropped: a server that seemed slow is tried
+    again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         # Last observations and curve of each server, and of all servers together.
         self._seen: dict[int, deque[Point]] = {}
+        self._fitted: dict[int, Line] = {}
+        self._last: dict[int, int] = {}
+        """``_count`` at a server's last observation."""
         self._lines: dict[int, Line] = {}
+        """Curves of servers that differ."""
+        self._usual: tuple[float, float] | None = None
+        """Recent mean of a prompt's tokens and of those cached."""
         self._together: deque[Point] = deque(maxlen=2 * self.KEPT)
         self._common: Line = UNKNOWN
         # Answers that were not streamed, used while no prefill was seen alone.
@@ -156,10 +271,16 @@ class LearnedSpeeds(ServerSpeeds):
     def line(self, slot: int) -> Line:
         return self._lines.get(slot, self._common)
 
+    def seen(self, slot: int) -> int:
+        return len(self._seen.get(slot, ()))
+
+    def per_token_s(self, slot: int) -> float:
+        return self.line(slot)[1]
+
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         # Until a streamed answer has shown a prefill alone, the fit of whole answers is the best estimate.
         lines, common = self._lines, self._common
-        if not lines and self._of_whole is not None:
+        if not self._fitted and self._of_whole is not None:
             common = self._of_whole
         seconds = []
         for slot, count in zip(slots, cached, strict=True):
@@ -167,7 +288,7 @@ class LearnedSpeeds(ServerSpeeds):
             seconds.append(fixed_s + per_token_s * (tokens - count) * (1.0 + bend * (tokens + count)))
         return seconds
 
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+    def observe(self, slot: int, tokens: float, cached: float, seconds: float) -> None:
         """Record a measured prefill; fit the server's curve and the common curve again now and then."""
         # At least one token is computed even for a fully cached prompt: its logits are needed.
         reused = cached if cached < tokens else tokens - 1
@@ -178,13 +299,21 @@ class LearnedSpeeds(ServerSpeeds):
         points.append(point)
         self._together.append(point)
         self._count += 1
+        self._last[slot] = self._count
+        before = self._usual or point[:2]
+        self._usual = before[0] + (point[0] - before[0]) / 16, before[1] + (point[1] - before[1]) / 16
         # Refit at every observation while they are few, then at every eighth.
         if len(points) >= self.ENOUGH and (len(points) < 2 * self.ENOUGH or self._count % 8 == 0):
-            self._lines[slot] = line = native.fit_prefills(points, self.line(slot)[2])
-            self._show(slot, line)
+            self._fitted[slot] = native.fit_prefills(points, self._fitted.get(slot, self._common)[2])
+            self._compare(slot)
             self._show_common()
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
             self._common = native.fit_prefills(self._together, self._common[2])
+            for fitted in list(self._fitted):
+                if self._count - self._last.get(fitted, 0) > self.EXPIRES * len(self._seen):
+                    self._drop(fitted)
+                else:
+                    self._compare(fitted)
             self._show_common()
         elif len(self._together) < self.ENOUGH:
             # Too few points for a curve, but enough to scale the assumed speed.
@@ -195,7 +324,7 @@ class LearnedSpeeds(ServerSpeeds):
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         """Record an answer that was not streamed, whose prefill time is not visible; used until any is."""
-        if self._lines:
+        if self._fitted:
             return  # first bytes are more precise
         reused = cached if cached < tokens else tokens - 1
         self._whole.append(
@@ -209,10 +338,27 @@ class LearnedSpeeds(ServerSpeeds):
 
     def forget(self, slot: int) -> None:
         super().forget(slot)
+        self._drop(slot)
+        self._show_common()
+
+    def _drop(self, slot: int) -> None:
         self._seen.pop(slot, None)
+        self._last.pop(slot, None)
+        self._fitted.pop(slot, None)
         if self._lines.pop(slot, None) is not None:
             self._show(slot, _NO_LINE)
-            self._show_common()
+
+    def _compare(self, slot: int) -> None:
+        """Let a server use its own curve if its usual prompt takes longer or shorter there."""
+        line = self._fitted[slot]
+        assert self._usual is not None
+        own_s, common_s = _prefill_s(line, *self._usual), _prefill_s(self._common, *self._usual)
+        is_alike = len(self._together) >= self.ENOUGH and abs(own_s - common_s) <= self.ALIKE * common_s
+        if not is_alike:
+            self._lines[slot] = line
+            self._show(slot, line)
+        elif self._lines.pop(slot, None) is not None:
+            self._show(slot, _NO_LINE)
 
     def _show(self, slot: int, line: Line) -> None:
         self.changes += 1
@@ -223,7 +369,12 @@ class LearnedSpeeds(ServerSpeeds):
 
     def _show_common(self) -> None:
         self.changes += 1
-        self.curves[:3] = array("d", self._common if self._lines or self._of_whole is None else self._of_whole)
+        self.curves[:3] = array("d", self._common if self._fitted or self._of_whole is None else self._of_whole)
+
+
+def _prefill_s(line: Line, tokens: float, cached: float) -> float:
+    fixed_s, per_token_s, bend = line
+    return fixed_s + per_token_s * (tokens - cached) * (1.0 + bend * (tokens + cached))
 
 
 class DelayPrice(native.DelayPrice):

@@ -39,8 +39,10 @@ class HashTrieSettings:
 class HashTrie(Scorer):
     """Strategy by the longest match in a tree of blocks, each with the set of servers that served it.
 
-    Source: vLLM production-stack's prefix router, second of its two methods. Differences: servers over the load bound
-    are skipped; a match must reach a threshold; the tree is bounded; a failed request is undone.
+    Source: vLLM production-stack's prefix router (``prefixaware``), which learns when it routes, too. Differences:
+    servers over the load bound are skipped; the least match is a tenth of the prompt (there 0 characters), and without
+    it the least load decides (there any server, or the fewest requests of late below its least match); the tree is
+    bounded; a failed request is undone.
     """
 
     name = "hash-trie"

@@ -12,22 +12,44 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from skymemory import native
-from skymemory.conductor.picker import ElsewhereRequest, Measured, RankedServer, Ranking, Server, Weights
+from skymemory.conductor.picker import (
+    ElsewhereRequest,
+    Measured,
+    RankedServer,
+    Ranking,
+    ReportedLoad,
+    Server,
+    Weights,
+)
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks, PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
+from skymemory.conductor.strategies.decode_costs import Mark
+from skymemory.conductor.strategies.estimates import (
+    BusyIntervals,
+    DelayPrice,
+    GivenSpeeds,
+    LearnedSpeeds,
+    PrefillCost,
+    ServerSpeeds,
+)
+from skymemory.conductor.strategies.server_prices import GOALS, ServerPrices
 from skymemory.conductor.strategies.strategy_base import GainThreshold, Indexed, RequestNotes
 from skymemory.errors import InvalidInput
-from skymemory.native.twin.ttft import FIGURES, SET_BACK_S
+from skymemory.native.twin.ttft import FIGURES, HOT, SET_BACK_S, Price
 
+SEEN_ENOUGH = 8
+"""Prefills seen at a server from which those that other replicas measured teach nothing."""
 _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of computing"
+_PRICE = "seconds of decoding and evicting"
 
 
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
-    delay_weight: float = 1.5
+    goal: str = "balanced"
+    """Which times count most: to the first token (``ttft``), per token (``tpot``), of whole answers (``e2e``)."""
+    delay_weight: float = 1.0
     """Weight of the delay of later requests (``DelayPrice``)."""
     overdue: float = 0.1
     """Remaining time of an overdue prefill, as a share of its time so far."""
@@ -50,6 +72,8 @@ class LeastTtftSettings:
     remote_load_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise InvalidInput(f"goal is {self.goal!r}; expected one of {', '.join(GOALS)}")
         for name in ("cpu_load_s", "disk_load_s", "remote_load_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; expected seconds, such as 1e-4, or 0")
@@ -89,35 +113,59 @@ class _Ranked(Ranking):
 
     @property
     def matched_tokens(self) -> Sequence[int]:
-        return [matched for _, _, matched, _ in FIGURES.iter_unpack(self.figures)]
+        return [matched for _, _, _, matched, _ in FIGURES.iter_unpack(self.figures)]
 
     @property
     def estimated_ttft_s(self) -> Sequence[float]:
-        return [wait_s + work_s for wait_s, work_s, _, _ in FIGURES.iter_unpack(self.figures)]
+        return [wait_s + work_s for wait_s, work_s, *_ in FIGURES.iter_unpack(self.figures)]
 
     @property
     def estimated_compute_s(self) -> Sequence[float]:
-        return [work_s for _, work_s, _, _ in FIGURES.iter_unpack(self.figures)]
+        return [work_s for _, work_s, *_ in FIGURES.iter_unpack(self.figures)]
 
     @property
     def weights(self) -> Weights:
-        waits_s, works_s, matched, _ = zip(*FIGURES.iter_unpack(self.figures), strict=True)
-        return (_HELD, matched), (_WAITING, waits_s), (_COMPUTING, works_s)
+        waits_s, works_s, prices_s, matched, _ = zip(*FIGURES.iter_unpack(self.figures), strict=True)
+        return (_HELD, matched), (_WAITING, waits_s), (_COMPUTING, works_s), (_PRICE, prices_s)
 
     def best(self) -> Sequence[int]:
         return self._best
 
     def entry(self, at: int) -> RankedServer:
-        wait_s, work_s, matched, _ = _figures_at(self.figures, _ROW_BYTES * at)
+        wait_s, work_s, price_s, matched, _ = _figures_at(self.figures, _ROW_BYTES * at)
         (score,) = _score_at(self.packed, 8 * at)
-        figures = (_HELD, matched), (_WAITING, wait_s), (_COMPUTING, work_s)
+        figures = (_HELD, matched), (_WAITING, wait_s), (_COMPUTING, work_s), (_PRICE, price_s)
         return score, matched, wait_s + work_s, None, None, work_s, figures
 
 
 _figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
 _score_at = struct.Struct("=d").unpack_from
-# Ticket of the prefill, cached tokens, time of sending, seconds of wait, loading.
-_Estimated = tuple[int, int, float, float, "CacheLoading"]
+
+
+@dataclass(slots=True)
+class _Estimated:
+    """Estimates of a request that was sent, and the tickets of its prefill and of its answer due (0: it streams)."""
+
+    prefill: int
+    due: int
+    saved: int
+    routed_s: float
+    wait_s: float
+    work_s: float
+    load: CacheLoading
+    decoding: Mark | None = None
+
+
+@dataclass(slots=True)
+class _Elsewhere:
+    """Request of another replica, and the tickets of its prefill (0: it has ended) and of its answer."""
+
+    request: ElsewhereRequest
+    under_way: object
+    prefill: int = 0
+    decoding: Mark | None = None
+
+
 # Request, servers, figures, best match if below the threshold, count of changes.
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
 
@@ -158,9 +206,12 @@ class LeastTtft(Indexed):
         )
         self._table = index.whole_table if isinstance(index, ApproximatePrefixIndex) else None
         self._last: _Last | None = None
+        self._read: dict[int, ReportedLoad] = {}
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
-        self._whole: RequestNotes[_Estimated] = RequestNotes()
+        self._intervals = BusyIntervals()
+        self._prices = ServerPrices(settings.goal, self._table, self.speeds.per_token_s)
+        self._answers: RequestNotes[_Estimated] = RequestNotes()
         self._share_measured: Measured | None = None
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -178,7 +229,9 @@ class LeastTtft(Indexed):
             now_s,
             self._price.rate(len(servers), now_s),
             speeds.curves,
-            speeds.read_reports,
+            self._prices.rows,
+            self._prices.answer_tokens(request),
+            self._read_reports,
         )
         if table is not None:
             self._last = request, servers, figures, unworthy, self._changes(table, speeds)
@@ -191,9 +244,10 @@ class LeastTtft(Indexed):
         # Rank in Python as ``native.TtftRanker`` does: with overridden estimates, or costs of loading.
         self._last = None
         prompt = request.prompt
-        self.speeds.read_reports(servers)
+        self._read_reports(servers)
         slots = [server.slot for server in servers]
-        matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
+        prices = [self._prices.of(slot) for slot in slots]
+        matched = self._trusted_tokens(prompt, self.matched_blocks(prompt, servers), prices)
         loads = self.loads(prompt, slots)
         saved = matched
         if loads:
@@ -206,16 +260,60 @@ class LeastTtft(Indexed):
             prefills = self.prefills_s(request, slots, saved, now_s)
             if loads:
                 prefills = [seconds + load.seconds for seconds, load in zip(prefills, loads, strict=True)]
-        waits = self.waits_s(request, servers, now_s)
+        waits = [
+            wait_s + price.late_s(now_s)
+            for wait_s, price in zip(self.waits_s(request, servers, now_s), prices, strict=True)
+        ]
         ttfts = [wait + prefill for wait, prefill in zip(waits, prefills, strict=True)]
-        delays = self._price.delays_s(waits, prefills, self._queues.usual_s, now_s)
-        scores = [-ttft - delay for ttft, delay in zip(ttfts, delays, strict=True)]
+        hot, scored = 0 if unworthy else self._hot_tokens(prompt, servers), prefills
+        if hot:
+            scored = self.prefills_s(request, slots, [max(hot, cached) for cached in matched], now_s)
+        delays = self._price.delays_s(waits, scored, self._queues.usual_s, now_s)
+        answer_tokens = self._prices.answer_tokens(request)
+        costs = [
+            price.of(work_s, prompt.tokens, prompt.tokens - (0 if unworthy else cached), answer_tokens)
+            for price, work_s, cached in zip(prices, scored, matched, strict=True)
+        ]
+        totals = zip(waits, scored, delays, costs, strict=True)
+        scores = [-(wait_s + work_s) - delay_s - cost_s for wait_s, work_s, delay_s, cost_s in totals]
         held_back = self._hold_back(scores, slots, now_s)
-        weights: Weights = ((_HELD, matched), (_WAITING, waits), (_COMPUTING, prefills))
+        weights: Weights = ((_HELD, matched), (_WAITING, waits), (_COMPUTING, prefills), (_PRICE, costs))
         if loads:
             weights += (("of them saved", saved),)
         reasons = self._why(prompt, unworthy, [servers[at] for at in held_back])
         return Ranking(scores, matched, ttfts, reasons, weights, estimated_compute_s=prefills)
+
+    def _trusted_tokens(self, prompt: Prompt, blocks: Sequence[int], prices: Sequence[Price]) -> list[int]:
+        """Return the tokens in ``blocks`` that count, by each server's trust."""
+        return [
+            min(prompt.tokens, int(count * prompt.block_tokens * price.trust)) if count else 0
+            for count, price in zip(blocks, prices, strict=True)
+        ]
+
+    def _hot_tokens(self, prompt: Prompt, servers: Sequence[Server]) -> int:
+        """Return the leading tokens that count as held everywhere (``HOT``)."""
+        if self._table is None:
+            return 0
+        held = self.held_blocks(prompt, servers)
+        at = held.index(max(held))
+        blocks = self._table.used_every(servers[at].slot, prompt.blocks[: held[at]], HOT * len(servers))
+        return min(prompt.tokens, int(blocks * prompt.block_tokens))
+
+    def _is_new(self, server: Server) -> bool:
+        """Return True once for each report."""
+        report = server.reported
+        if report is None or self._read.get(server.slot) is report:
+            return False
+        self._read[server.slot] = report
+        return True
+
+    def _read_reports(self, servers: Sequence[Server]) -> None:
+        servers = [server for server in servers if self._is_new(server)]
+        self.speeds.read_reports(servers)
+        for server in servers:
+            self._prices.read_report(server)
+            if server.reported is not None:
+                self._prices.update(server, self._queues.usual_s, server.reported.at_s)
 
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
         """Return the reasons of a ranking; ``unworthy``: tokens of a best match too short to follow."""
@@ -251,10 +349,9 @@ class LeastTtft(Indexed):
             held_blocks, matched, work_s = ranked
         else:
             blocks = self.held_blocks(prompt, (server,))
-            held_blocks, matched = (
-                blocks[0],
-                self.matched_tokens(prompt, self.matched_blocks(prompt, (server,), blocks))[0],
-            )
+            held_blocks = blocks[0]
+            reach = self.matched_blocks(prompt, (server,), blocks)
+            (matched,) = self._trusted_tokens(prompt, reach, (self._prices.of(slot),))
             load = next(iter(self.loads(prompt, (slot,))), NOTHING)
             saved = saved_tokens(prompt, matched, load)
             if not self._gain.worth(saved, prompt.tokens):
@@ -262,9 +359,16 @@ class LeastTtft(Indexed):
             work_s = self.prefills_s(request, (slot,), (saved,), now_s)[0] + load.seconds
         (wait_s,) = self.waits_s(request, (server,), now_s)
         prefill = self._queues.add(slot, work_s, now_s, 0.0, not request.streams)
-        self.record_sent(request, server, held_blocks, (prefill, matched, now_s, wait_s, load))
+        due = self._prices.routed(request, server, matched, wait_s + work_s, now_s)
+        sent = _Estimated(prefill, due, matched, now_s, wait_s, work_s, load)
+        if not request.streams:
+            sent.decoding = self._prices.decoding.began(slot, now_s)
+            self._prices.decoding.prefilled(slot, work_s, now_s)
+        self._intervals.sent(slot, now_s, is_seen=request.streams)
+        self.record_sent(request, server, held_blocks, sent)
         self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
+        self._prices.update(server, self._queues.usual_s, now_s)
 
     def _take_ranked_figures(self, request: Request, server: Server) -> tuple[int, int, float] | None:
         """Return held blocks, saved tokens and compute seconds; None if anything changed since the ranking."""
@@ -275,7 +379,7 @@ class LeastTtft(Indexed):
         ranked, servers, figures, unworthy, changes = last
         if ranked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
-        _, work_s, matched, held_blocks = _figures_at(figures, _ROW_BYTES * servers.index(server))
+        _, work_s, _, matched, held_blocks = _figures_at(figures, _ROW_BYTES * servers.index(server))
         if unworthy or not matched:
             return held_blocks, 0, work_s
         # The ranking checks if the best match of all servers is worth following, booking if this server's match is.
@@ -283,69 +387,129 @@ class LeastTtft(Indexed):
 
     def _changes(self, table: native.PrefixTable, speeds: LearnedSpeeds) -> int:
         """Return a sum of growing counters, equal only if no input of the ranking changed."""
-        return table.changes() + self._under_way.changes() + speeds.changes
+        return table.changes() + self._under_way.changes() + speeds.changes + self._prices.changes
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            _, _, estimated = sent
+            believed_blocks, _, estimated = sent
             self._observe(request, server, now_s, cached_tokens, estimated)
+            if cached_tokens is not None:
+                self._judge(request.prompt, server, believed_blocks, cached_tokens)
         self.learn(request, server, sent, cached_tokens)
+        self._prices.update(server, self._queues.usual_s, now_s)
 
     def _observe(
         self, request: Request, server: Server, now_s: float, cached_tokens: int | None, sent: _Estimated
     ) -> None:
         # Learn the server's speed from the time between sending and first byte.
-        # ``seconds`` is None if its start or end is unknown: it, or a request before it in the queue, was not streamed.
-        prefill, matched, routed_s, wait_s, load = sent
-        seconds = self._queues.remove(server.slot, prefill, now_s)
-        saved = matched if cached_tokens is None else cached_tokens  # prefer the engine's own count
+        slot, load, tokens = server.slot, sent.load, request.prompt.tokens
+        self._queues.remove(slot, sent.prefill, now_s)
+        saved = sent.saved if cached_tokens is None else cached_tokens  # prefer the engine's own count
         if load is not NOTHING:
             if cached_tokens is not None:  # only the part that was still cached was loaded
-                load = load.part(cached_tokens / matched if matched else 0.0)
+                load = load.part(cached_tokens / sent.saved if sent.saved else 0.0)
             saved = saved_tokens(request.prompt, saved, load)
-        if seconds is not None and seconds > load.seconds:
-            self.speeds.observe(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
+        seen = self._intervals.ended(
+            slot, tokens, saved, load.seconds, now_s, self.speeds.seen(slot), is_seen=request.streams
+        )
+        if seen is not None:
+            self.speeds.observe_first(slot, *seen)
             if self._share_measured is not None:
-                self._share_measured(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
-        if not request.streams:
-            self._whole.add(request, server, (prefill, saved, routed_s, wait_s, load))
+                self._share_measured(slot, *seen)
+        sent.saved = saved
+        if request.streams:
+            self._prices.first_byte(now_s - sent.routed_s)
+            self._prices.decoding.prefilled(slot, sent.work_s, now_s)
+            sent.decoding = self._prices.decoding.began(slot, now_s)
+        self._answers.add(request, server, sent)
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """Learn from the time of a whole answer if it was not streamed."""
-        if request.streams:
+        """Learn from the time of an answer: per token, and of its prefill if it was not streamed."""
+        sent = self._answers.take(request, server)
+        if sent is None:
             return
-        sent = self._whole.take(request, server)
-        if sent is not None and output_tokens is not None:
-            _, saved, routed_s, wait_s, load = sent
-            seconds = now_s - routed_s - wait_s - load.seconds
-            self.speeds.observe_whole(server.slot, request.prompt.tokens, saved, output_tokens, seconds)
+        slot, before_s = server.slot, sent.wait_s + sent.work_s
+        self._prices.due.drop(slot, sent.due)
+        if sent.decoding is not None:
+            unseen_s = None if request.streams else before_s
+            if not request.streams:
+                self._prices.first_byte(before_s)
+            self._prices.decoding.ended(slot, sent.decoding, output_tokens, now_s, unseen_s)
+        if not request.streams and output_tokens is not None:
+            seconds = now_s - sent.routed_s - sent.wait_s - sent.load.seconds
+            self.speeds.observe_whole(slot, request.prompt.tokens, sent.saved, output_tokens, seconds)
+        self._prices.update(server, self._queues.usual_s, now_s)
+
+    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        blocks = request.prompt.blocks
+        believed_blocks, last = self._answering.get((id(request), server.slot), (0, 0))
+        super().corrected(request, server, now_s, cached_tokens)
+        if len(blocks) and blocks.item(-1) == last:
+            self._judge(request.prompt, server, believed_blocks, cached_tokens)
+        self._prices.update(server, self._queues.usual_s, now_s)
+
+    def _judge(self, prompt: Prompt, server: Server, believed_blocks: int, cached_tokens: int) -> None:
+        # Compare what a server had of a prompt with what was believed.
+        is_denied = self._prices.trust.reported(server.slot, believed_blocks * prompt.block_tokens, cached_tokens)
+        if is_denied and isinstance(self.index, ApproximatePrefixIndex):  # events report an emptied cache
+            self.index.forget(server.slot)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            _, _, (prefill, *_) = sent
-            self._queues.remove(server.slot, prefill, now_s)
+            _, _, estimated = sent
+            self._queues.remove(server.slot, estimated.prefill, now_s)
+            self._intervals.failed(server.slot, is_seen=request.streams)
+            self._prices.due.drop(server.slot, estimated.due)
+            if estimated.decoding is not None:
+                self._prices.decoding.ended(server.slot, estimated.decoding, None, now_s)
+            self._prices.update(server, self._queues.usual_s, now_s)
 
-    # Other replicas' requests join the queue as this router's do; the delay price and the guard count them on hearing.
+    # Requests of other replicas join the queue, the busy intervals and the answers under way as this router's own do;
+    # the delay price and the guard count them on hearing. Only this router's own answers teach the time per token.
 
     def sent_elsewhere(self, request: ElsewhereRequest, server: Server, now_s: float) -> object:
-        prefill = 0
+        slot, sent_s = server.slot, request.sent_s
+        under_way = super().sent_elsewhere(request, server, now_s)
+        sent = _Elsewhere(request, under_way)
         if request.computes:
-            prefill = self._queues.add(server.slot, request.work_s, request.sent_s, 0.0, not request.streams)
+            sent.prefill = self._queues.add(slot, request.work_s, sent_s, 0.0, not request.streams)
+            self._intervals.sent(slot, sent_s, is_seen=request.streams)
+        else:
+            sent.decoding = self._prices.decoding.began(slot, now_s)
         self._price.sent(request.work_s, now_s)
-        self._guard.sent(server.slot, now_s)
-        return prefill, super().sent_elsewhere(request, server, now_s)
+        self._guard.sent(slot, now_s)
+        self._prices.update(server, self._queues.usual_s, now_s)
+        return sent
 
-    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
-        assert isinstance(ticket, tuple)
-        prefill, under_way = ticket
-        super().prefilled_elsewhere(under_way, server, at_s)
-        if prefill:
-            self._queues.remove(server.slot, prefill, at_s)
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float, *, is_seen: bool) -> None:
+        if not isinstance(ticket, _Elsewhere):
+            return
+        sent, slot, request = ticket, server.slot, ticket.request
+        super().prefilled_elsewhere(sent.under_way, server, at_s, is_seen=is_seen)
+        if not sent.prefill:
+            return
+        self._queues.remove(slot, sent.prefill, at_s)
+        if is_seen:
+            tokens, saved, streams = request.prompt_tokens, request.matched_tokens, request.streams
+            seen = self._intervals.ended(slot, tokens, saved, 0.0, at_s, self.speeds.seen(slot), is_seen=streams)
+            if seen is not None:
+                self.speeds.observe_first(slot, *seen)
+        else:
+            self._intervals.failed(slot, is_seen=request.streams)
+        self._prices.decoding.prefilled(slot, request.work_s, at_s)
+        sent.decoding = self._prices.decoding.began(slot, at_s)
 
-    def measured_elsewhere(self, server: Server, tokens: int, cached: int, seconds: float) -> None:
-        if seconds > 0:
+    def ended_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
+        if isinstance(ticket, _Elsewhere):
+            if ticket.decoding is not None:
+                self._prices.decoding.ended(server.slot, ticket.decoding, None, at_s)
+            self._prices.update(server, self._queues.usual_s, at_s)
+
+    def measured_elsewhere(self, server: Server, tokens: float, cached: float, seconds: float) -> None:
+        # A router that has seen prefills there has seen those of other replicas, too.
+        if seconds > 0 and self.speeds.seen(server.slot) < SEEN_ENOUGH:
             self.speeds.observe(server.slot, tokens, cached, seconds)
 
     def share_measured(self, measured: Measured) -> None:
@@ -354,9 +518,10 @@ class LeastTtft(Indexed):
     def forget(self, server: Server) -> None:
         slot = server.slot
         super().forget(server)
-        for part in (self._queues, self._guard, self.speeds, self._ranker):
+        for part in (self._queues, self._guard, self.speeds, self._ranker, self._prices, self._intervals):
             part.forget(slot)
-        self._whole.forget(server)
+        self._answers.forget(server)
+        self._read.pop(slot, None)
         self._last = None
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:

@@ -27,7 +27,7 @@ Build = Callable[[Any, PrefixIndex | None, PrefillCost | None], Scorer]
 
 
 def _approximate(settings: ApproximateSettings, index: PrefixIndex | None, cost: PrefillCost | None) -> Scorer:
-    table = index or ApproximatePrefixIndex(settings.blocks_per_server, settings.max_match_blocks or None)
+    table = index or ApproximatePrefixIndex(settings.blocks_per_server, settings.most_blocks)
     return Approximate(table, settings)
 
 

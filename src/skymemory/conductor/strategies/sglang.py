@@ -61,19 +61,18 @@ class Radix(Indexed):
         return ranked_by_load(loads, reason, matched)
 
 
-_TIE = 1e-6  # weight of requests among equal products
-
-
 @dataclass(frozen=True, slots=True)
 class LMetricSettings:
     blocks_per_server: int = 31_250
 
 
 class LMetric(Indexed):
-    """Strategy by the least ``(prompt − matched) · (requests there + 1)``.
+    """Strategy by the least ``(prompt − matched) · (requests there + 1)``; of equal products the fewest requests, then
+    the fewest tokens to compute.
 
-    Source: SGLang's model gateway (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"). Difference:
-    the tree is bounded by the server's capacity.
+    Source: SGLang's model gateway (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"). Differences:
+    the tree is bounded by the server's capacity; failed requests are undone; full ties are drawn, where it takes the
+    first server.
     """
 
     name = "lmetric"
@@ -85,5 +84,10 @@ class LMetric(Indexed):
         matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
         loads = loads_of(servers, now_s)
         new = [float(request.prompt.tokens - tokens_held) for tokens_held in matched]
-        scores = [-work * (load + 1.0) - _TIE * load for work, load in zip(new, loads, strict=True)]
-        return Ranking(scores, matched, weights=(("tokens held", matched), ("requests there", loads)))
+        products = [work * (load + 1.0) for work, load in zip(new, loads, strict=True)]
+        # The score is the place in the order, since no sum of weights orders ties exactly.
+        keys = list(zip(products, loads, new, strict=True))
+        places = {key: -float(place) for place, key in enumerate(sorted(set(keys)))}
+        scores = [places[key] for key in keys]
+        weights = (("tokens held", matched), ("requests there", loads), ("their product", products))
+        return Ranking(scores, matched, weights=weights)

@@ -266,7 +266,7 @@ class Indexed(Scorer):
         has_blocks = self._counts_under_way and request.computes and len(request.blocks) > 0
         return self._under_way.add(server.slot, request.blocks) if has_blocks else 0
 
-    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float, *, is_seen: bool) -> None:
         if isinstance(ticket, int) and ticket:
             self._under_way.drop(ticket)
 

@@ -34,16 +34,29 @@ class WeightedSettings:
 @dataclass(frozen=True, slots=True)
 class ApproximateSettings(WeightedSettings):
     blocks_per_server: int = 31_250
-    max_match_blocks: int = 256
-    """Limit of matched blocks per prompt; 0: all."""
+    max_match_blocks: int = 2_048
+    """Limit of matched blocks per prompt, unless ``max_match_tokens`` sets it; 0: all."""
+    max_match_tokens: int = 131_072
+    """Limit of matched tokens per prompt, and of those that the matched part is a part of; 0: none."""
+
+    def __post_init__(self) -> None:
+        WeightedSettings.__post_init__(self)
+        if min(self.max_match_blocks, self.max_match_tokens) < 0:
+            raise InvalidInput("max_match_blocks or max_match_tokens is negative; expected 0 or more, such as 131072")
+
+    @property
+    def most_blocks(self) -> int | None:
+        """Limit of blocks per prompt, for the index; None: all."""
+        return None if self.max_match_tokens else self.max_match_blocks or None
 
 
 class Approximate(Indexed):
     """Strategy by a weighted sum of queue, KV cache usage and matched prefix.
 
-    Source: the Gateway API inference extension's endpoint picker, with weights 2, 2 and 3. Differences: the index
-    counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported capacities;
-    requests sent since a report count; a server without a report counts as average.
+    Source: llm-d's endpoint picker (once the Gateway API inference extension's), with weights 2, 2 and 3. Differences:
+    the index counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported
+    capacities; blocks may be shorter than 64 tokens; requests sent since a report count; a server without a report
+    counts as average.
     """
 
     name = "approximate"
@@ -52,7 +65,8 @@ class Approximate(Indexed):
         self, index: PrefixIndex, settings: WeightedSettings | None = None, under_way_blocks: int = MOST_UNDER_WAY
     ) -> None:
         super().__init__(index, under_way_blocks)
-        self.settings = settings or ApproximateSettings()
+        self.settings = settings = settings or ApproximateSettings()
+        self._most_tokens = settings.max_match_tokens if isinstance(settings, ApproximateSettings) else 0
         # Requests sent to a server since its report at this time.
         self._since: dict[int, tuple[float, int]] = {}
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
@@ -81,8 +95,10 @@ class Approximate(Indexed):
 
     def get_held_tokens(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
         """Return the tokens that each server holds, and their weighted share, 0 to 1."""
-        matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
-        return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
+        counted = min(prompt.tokens, self._most_tokens or prompt.tokens)
+        held = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
+        matched = [min(tokens, counted) for tokens in held]
+        return matched, [tokens / counted if tokens else 0.0 for tokens in matched]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         """Count the requests sent since the server's last report."""
@@ -146,7 +162,11 @@ class PreciseSettings(WeightedSettings):
 
 
 class Precise(Approximate):
-    """Variant with an index fed by KV events. Source: llm-d's precise prefix cache scorer."""
+    """Variant with an index fed by KV events.
+
+    Source: llm-d's precise prefix cache producer, before its prefix cache scorer. Differences: weights 2, 2 and 3 (its
+    sample has 1, 1 and 2); parts of blocks count where media weigh less; failed requests are undone.
+    """
 
     name = "precise"
 

@@ -7,6 +7,7 @@ first, so eviction keeps a slot *prefix-closed*.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
 _NO_PARENT = 0xFFFFFFFF
+_AGES, _MOST_AGES = 33, 1 << 20
+_MOST_INTERVAL = 1 << 20
 
 
 class PrefixTable:
@@ -39,6 +42,12 @@ class PrefixTable:
         self._holders: dict[int, int] = {}
         self._shelves: dict[int, OrderedDict[int, int | None]] = {}
         """Parent of each block per slot, the last used block last."""
+        self._used: dict[tuple[int, int], int] = {}
+        """``_learned`` at the last use of a slot's block."""
+        self._intervals: dict[tuple[int, int], int] = {}
+        """Recent mean of the chains from use to use, in sixteenths, of blocks that were used again."""
+        self._learned = self._aged = 0
+        self._ages = [0] * _AGES, [0] * _AGES
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         """Return the number of leading blocks that each slot holds; not a use."""
@@ -66,12 +75,64 @@ class PrefixTable:
         self._changes += 1
         capacity = self.capacity(slot)
         chain = hashes_of(blocks)[:capacity]
+        self._learned += 1
         shelf = self._shelves.setdefault(slot, OrderedDict())
         for at in reversed(range(len(chain))):
+            if chain[at] in shelf:
+                self._count_age(self._ages[0], slot, chain[at])
+                self._note_use(slot, chain[at])
+            elif len(shelf) >= capacity:
+                self._count_age(self._ages[1], slot, oldest := next(iter(shelf)))
+                self._take_away(slot, oldest)
             shelf[chain[at]] = chain[at - 1] if at else None
             shelf.move_to_end(chain[at])
+            self._used[slot, chain[at]] = self._learned
             self._holders[chain[at]] = self._holders.get(chain[at], 0) | 1 << slot
-        self._trim(slot, capacity)
+
+    def oldest(self, slot: int) -> int:
+        """Return the age of the block that a full slot would evict next, in chains learnt since; -1: it has room."""
+        check_slot(slot)
+        shelf = self._shelves.get(slot)
+        if not shelf or len(shelf) < self.capacity(slot):
+            return -1
+        return self._learned - self._used[slot, next(iter(shelf))]
+
+    def used_every(self, slot: int, blocks: Blocks, interval: int) -> int:
+        """Return the leading blocks that a slot uses at least every ``interval`` chains; further blocks of a chain are
+        used more rarely.
+        """
+        check_slot(slot)
+        chain = hashes_of(blocks)
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high + 1) // 2
+            mean = self._intervals.get((slot, chain[middle - 1]), 0)
+            last = self._used.get((slot, chain[middle - 1]), 0)
+            if mean and mean <= 16 * interval and self._learned - last <= interval:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def ages(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of blocks that were used again and of those evicted, by the binary digits of their age.
+        Old ones count less.
+        """
+        used, evicted = self._ages
+        return tuple(used), tuple(evicted)
+
+    def _note_use(self, slot: int, block: int) -> None:
+        last = 16 * min(self._learned - self._used[slot, block], _MOST_INTERVAL)
+        mean = self._intervals.get((slot, block), last)
+        self._intervals[slot, block] = mean + math.trunc((last - mean) / 4)
+
+    def _count_age(self, counts: list[int], slot: int, block: int) -> None:
+        counts[(self._learned - self._used[slot, block]).bit_length()] += 1
+        self._aged += 1
+        if self._aged >= _MOST_AGES:
+            for halved in self._ages:
+                halved[:] = [count // 2 for count in halved]
+            self._aged = sum(map(sum, self._ages))
 
     def drop(self, slot: int, block: int) -> int:
         """Remove a block and all after it from a slot. Return how many."""
@@ -145,6 +206,7 @@ class PrefixTable:
         shelf = self._shelves.setdefault(slot, OrderedDict())
         for key, parent, _ in reversed(rows[: self.capacity(slot)]):
             shelf[key] = None if parent == _NO_PARENT else rows[parent][0]
+            self._used[slot, key] = self._learned
             self._holders[key] = self._holders.get(key, 0) | 1 << slot
 
     def _trim(self, slot: int, capacity: int) -> None:
@@ -153,7 +215,8 @@ class PrefixTable:
             self._take_away(slot, next(iter(shelf)))
 
     def _take_away(self, slot: int, block: int) -> None:
-        del self._shelves[slot][block]
+        del self._shelves[slot][block], self._used[slot, block]
+        self._intervals.pop((slot, block), None)
         holders = self._holders[block] & ~(1 << slot)
         if holders:
             self._holders[block] = holders

@@ -4,7 +4,8 @@
 1. matches the prompt's blocks, held and under way (``prefix``, ``queues``);
 2. estimates waiting (``queues``) and computing (``prefill_s`` by a fitted curve);
 3. adds the price of delaying later requests (``DelayPrice``, ``delays_s``);
-4. sets back servers that have had their share (``ShareGuard``).
+4. adds the prices of decoding and evicting (``Price``);
+5. sets back servers that have had their share (``ShareGuard``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from skymemory.native.twin.prefix import PrefixTable
 from skymemory.native.twin.queues import Blocks, PrefillQueues, Report, Server, UnderWay, check_slot
@@ -24,11 +25,42 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
+HOT = 2
+"""Chains per server within which the longest match uses what counts as held everywhere: a quarter of its share."""
 SET_BACK_S = 1e9
-FIGURES = struct.Struct("=ddqq")
-"""Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
+FIGURES = struct.Struct("=dddqq")
+"""Per server: seconds of waiting, seconds of computing, seconds of its price, tokens matched, blocks held."""
+PRICE = struct.Struct("=6d")
 CURVE = struct.Struct("=ddd")
 """Fixed seconds, seconds per computed token, and their rise per attended token (counted twice)."""
+
+
+class Price(NamedTuple):
+    """What a request costs at a server beside its own prefill (``PRICE``)."""
+
+    token_s: float = 0.0
+    """Seconds per token of the answer: its own, and those by which it delays others."""
+    stall: float = 0.0
+    """Delay of the answers under way, per second of prefill."""
+    evict_s: float = 0.0
+    """Seconds per token that is new there, to compute again what it evicts."""
+    crowd_s: float = 0.0
+    """Seconds for a prompt that is wholly new there, for what its next turns will evict."""
+    trust: float = 1.0
+    """Part of the tokens believed there that it really has."""
+    due_s: float = math.inf
+    """Time at which its oldest unanswered request was to be answered."""
+
+    def of(self, work_s: float, tokens: int, new_tokens: int, answer_tokens: float) -> float:
+        """Return the price of ``work_s`` of prefill of ``tokens``, of which some are new there, and of an answer."""
+        share = new_tokens / tokens if tokens else 0.0
+        return answer_tokens * self.token_s + work_s * self.stall + new_tokens * self.evict_s + share * self.crowd_s
+
+    def late_s(self, now_s: float) -> float:
+        return max(0.0, now_s - self.due_s)
+
+
+NO_PRICE = Price()
 Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
 """Positions of the best; of those set back; the best match if too short to follow, else 0; scores (doubles);
 ``FIGURES``.
@@ -86,11 +118,13 @@ class TtftRanker:
         now_s: float,
         rate: float,
         curves: Buffer,
+        prices: Buffer,
+        answer_tokens: float,
         hear: Callable[[list[Any]], object],
     ) -> Ranked:
         """Rank ``servers`` for a prompt. ``held``: the table to match ``blocks`` in, or each server's number of them.
-        ``curves``: a ``CURVE`` for all slots, then optionally for each (NaN: the first applies). ``hear`` is called
-        with servers that have a new report.
+        ``curves``: a ``CURVE`` for all slots, then optionally for each (NaN: the first applies). ``prices``: a
+        ``PRICE`` for each slot, as far as there are some. ``hear`` is called with servers that have a new report.
         """
         if not servers:
             raise ValueError("no servers to rank")
@@ -113,26 +147,48 @@ class TtftRanker:
             known = held.match(view, slots) if count else [0] * len(slots)
         under_way = self._under_way.depths(view, slots) if count else []
         reach = list(map(max, known, under_way)) if under_way else known
-        matched = [min(tokens, int(blocks * block_tokens)) if blocks else 0 for blocks in reach]
+        priced = prices_of(prices, slots)
+        matched = [
+            min(tokens, int(blocks * block_tokens * price.trust)) if blocks else 0
+            for blocks, price in zip(reach, priced, strict=True)
+        ]
+        # Leading tokens that are asked for so often that each server will have them: computing them once more pays.
+        hot, best_at = 0, known.index(max(known))
+        if isinstance(held, PrefixTable) and known[best_at]:
+            blocks_held = view[: 8 * known[best_at]]
+            hot = min(tokens, int(held.used_every(slots[best_at], blocks_held, HOT * len(slots)) * block_tokens))
         unworthy = 0
         best_match = max(matched)
         if best_match and not (best_match > self._min_tokens and best_match > self._min_ratio * tokens):
             unworthy = best_match
-        # 2. and 3. Seconds: waiting, computing, and the price of delaying later requests. Lower is better: scores are
+        # 2. to 4. Seconds: waiting, computing, and the price of delaying later requests. Lower is better: scores are
         # negative.
         lines = list(CURVE.iter_unpack(curves))
         prefills = [
             prefill_s(_curve(lines, slot), tokens, 0 if unworthy else cached)
             for slot, cached in zip(slots, matched, strict=True)
         ]
-        waits = self._queues.waits_s(servers, now_s)
-        delays = delays_s(waits, prefills, self._queues.usual_s, rate)
-        scores = [-(waits[at] + prefills[at]) - delays[at] for at in range(len(slots))]
-        # 4. The guard may set back the best servers, repeatedly; the caller chooses among ties for the best.
+        waits = [
+            wait_s + price.late_s(now_s)
+            for wait_s, price in zip(self._queues.waits_s(servers, now_s), priced, strict=True)
+        ]
+        scored = prefills
+        if hot and not unworthy:
+            scored = [
+                prefill_s(_curve(lines, slot), tokens, hot) if cached < hot else seconds
+                for slot, cached, seconds in zip(slots, matched, prefills, strict=True)
+            ]
+        delays = delays_s(waits, scored, self._queues.usual_s, rate)
+        costs = [
+            price.of(work_s, tokens, tokens - (0 if unworthy else cached), answer_tokens)
+            for price, work_s, cached in zip(priced, scored, matched, strict=True)
+        ]
+        scores = [-(waits[at] + scored[at]) - delays[at] - costs[at] for at in range(len(slots))]
+        # 5. The guard may set back the best servers, repeatedly; the caller chooses among ties for the best.
         held_back = self._hold_back(scores, slots, now_s)
         best = max(scores)
         tied = tuple(at for at, score in enumerate(scores) if score == best)
-        figures = b"".join(map(FIGURES.pack, waits, prefills, matched, known))
+        figures = b"".join(map(FIGURES.pack, waits, prefills, costs, matched, known))
         return tied, held_back, unworthy, struct.pack(f"={len(scores)}d", *scores), figures
 
     def forget(self, slot: int) -> None:
@@ -163,6 +219,18 @@ class TtftRanker:
                 scores[at] -= SET_BACK_S
             held_back += over
         return tuple(held_back)
+
+
+def prices_of(prices: Buffer, slots: Sequence[int]) -> list[Price]:
+    """Return the price at each of ``slots``: a row of the buffer, or none."""
+    rows = memoryview(prices).cast("B")
+    if len(rows) % PRICE.size:
+        raise ValueError(f"prices: {len(rows)} bytes are no rows of {PRICE.size}")
+    known = len(rows) // PRICE.size
+    found = [Price(*PRICE.unpack_from(rows, slot * PRICE.size)) if slot < known else NO_PRICE for slot in slots]
+    if not all(0.0 <= price.trust <= 1.0 for price in found):
+        raise ValueError("prices: expected a trust of 0 to 1")
+    return found
 
 
 def _curve(curves: Sequence[Curve], slot: int) -> Curve:

@@ -22,7 +22,7 @@ from typing import Protocol
 import aiohttp
 from yarl import URL
 
-from skymemory.conductor.picker import PrefillTotals, ReportedLoad, Server
+from skymemory.conductor.picker import DecodeTotals, PrefillTotals, ReportedLoad, Server
 from skymemory.errors import SkyMemoryError, connection_reason
 from skymemory.pacing import backoff_s
 from skymemory.router.tasks import cancel
@@ -82,6 +82,7 @@ class Dialect:
     adapter_slots: str = ""  # LoRA adapters that fit
     # Histograms of requests: prompt tokens, computed tokens, seconds of the prefill.
     prefills: tuple[str, str, str] | None = None
+    decodes: tuple[str, ...] = ()  # histogram of the seconds between two tokens
 
     @property
     def tokens(self) -> tuple[str, str]:
@@ -102,6 +103,7 @@ VLLM = Dialect(
         "vllm:request_prefill_kv_computed_tokens",
         "vllm:request_prefill_time_seconds",
     ),
+    decodes=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
 )
 SGLANG = Dialect(
     "sglang",
@@ -114,6 +116,7 @@ SGLANG = Dialect(
     block_gauge="sglang:page_size",
     blocks_gauge="sglang:num_pages",
     adapter_slots="sglang:lora_pool_slots_total",
+    decodes=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
 )
 DIALECTS = (VLLM, SGLANG)
 
@@ -150,6 +153,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
         adapters=adapters,
         max_adapters=max_adapters,
         prefills=_read_prefills(text, dialect),
+        decodes=_read_decodes(text, dialect),
         tokens=sum(sample.value for name in dialect.tokens for sample in _find_first_usable(text, (name,))),
     )
     return EngineMetrics(report, dialect.name, tuple(missing))
@@ -242,6 +246,15 @@ def _read_prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
         return None
     tokens, computed, seconds = sums
     return PrefillTotals(counts.pop(), tokens, computed, seconds)
+
+
+def _read_decodes(text: bytes, dialect: Dialect) -> DecodeTotals | None:
+    """Return totals of the time between tokens; None: not reported."""
+    for name in dialect.decodes:
+        seconds, tokens = (samples(text, f"{name}_{kind}") for kind in ("sum", "count"))
+        if seconds and tokens:
+            return DecodeTotals(sum(one.value for one in tokens), sum(one.value for one in seconds))
+    return None
 
 
 def _read_count(word: str) -> int | None:

@@ -14,12 +14,13 @@ import mmap
 import os
 import secrets
 import stat
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 from skymemory import native
 from skymemory.errors import InvalidInput, os_reason
-from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, write_page_head
+from skymemory.store.host.layout import PAGE_BYTES, ArenaShape, instance_of, is_of_boot, write_page_head
 from skymemory.units import format_size
 
 _PIECE_BYTES = 256 << 20
@@ -29,17 +30,35 @@ def default_folder() -> Path:
     return Path("/dev/shm") / f"skymemory-{os.getuid()}" / "host"
 
 
+SOCKET, _LOCK = "socket", "lock"
+_LONGEST_SOCKET = 107
+"""Bytes of a Unix socket's path, by Linux."""
+
+
 def own_folder(folder: Path, *, make: bool = True) -> None:
-    """Make the folder if absent; refuse a folder in which another user may write, or may have put it."""
+    """Make the folder if absent; refuse a folder in which another user may write, or may have put it, and one with
+    another program's files.
+    """
+    if (too_long := len(os.fsencode(folder / SOCKET)) - _LONGEST_SOCKET) > 0:
+        raise InvalidInput(f"host arena {folder}: a path {too_long} bytes too long for the socket in it")
+    ours = [folder.parent, folder] if folder == default_folder() else [folder]
     try:
         if make:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ours = [folder, folder.parent] if folder == default_folder() else [folder]
+            ours[0].parent.mkdir(parents=True, exist_ok=True)
+            for path in ours:
+                path.mkdir(mode=0o700, exist_ok=True)
         states = [path.stat() for path in ours if make or path.exists()]
+        # An arena's owner makes the lock first.
+        has_files = any((folder / name).exists() for name in ("directory", "values", "pages", SOCKET))
+        is_foreign = make and has_files and not (folder / _LOCK).exists()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InvalidInput(f"host arena {folder}: expected a folder, and this is none") from error
     except OSError as error:
         raise InvalidInput(f"host arena {folder}: {os_reason(error)}") from error
     if any(state.st_uid != os.getuid() or state.st_mode & (stat.S_IWOTH | stat.S_IWGRP) for state in states):
         raise InvalidInput(f"host arena {folder}: expected a folder of this user's that no other user may write in")
+    if is_foreign:
+        raise InvalidInput(f"host arena {folder}: another program's files are there: expected an empty folder")
 
 
 def _locked(path: Path, flags: int) -> int | None:
@@ -67,6 +86,14 @@ def _available_bytes() -> float:
     return math.inf
 
 
+def _boot() -> bytes:
+    """Return the name of this boot of the computer; another one each time if it cannot be read."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return secrets.token_bytes(16)
+
+
 class OwnedArena:
     """Arena of this process: an ended owner's arena of the same size, else a new arena.
 
@@ -76,15 +103,15 @@ class OwnedArena:
     def __init__(self, folder: Path, shape: ArenaShape) -> None:
         own_folder(folder)
         self.folder, self.shape = folder, shape
-        (folder / "pages").mkdir(mode=0o700, exist_ok=True)
         # The lock's file stays for good: of a file that is removed, two processes could each lock one.
-        fd = _locked(folder / "lock", os.O_RDWR | os.O_CREAT)
+        fd = _locked(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         if fd is None:
             raise InvalidInput(
                 f"host arena {folder}: another process serves it: attach by host://{folder}, or end that one"
             )
         self.fd = fd
         try:
+            (folder / "pages").mkdir(mode=0o700, exist_ok=True)
             self.is_new = not self._fits()
             if self.is_new:
                 self._make()
@@ -96,6 +123,8 @@ class OwnedArena:
         with contextlib.suppress(AttributeError, OSError):
             self.values.madvise(mmap.MADV_HUGEPAGE)
         self.instance = instance_of(self.directory)
+        self.has_times = is_of_boot(self.directory, _boot())
+        """Whether values expire when the directory says: its times are of this computer's clock."""
 
     def _fits(self) -> bool:
         """Return True if the files of an earlier owner have this shape."""

@@ -36,11 +36,10 @@ from skymemory.store.base import (
     check_ttl,
 )
 from skymemory.store.host import messages
-from skymemory.store.host.arena import default_folder, map_read, map_write, own_folder, reader_of
+from skymemory.store.host.arena import SOCKET, default_folder, map_read, map_write, own_folder, reader_of
 from skymemory.store.host.layout import instance_of, values_bytes_of
 from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, MOST_ITEMS, VERSION, WELCOME, HostOp, HostStatus
 from skymemory.store.host.owner import reason_of
-from skymemory.store.host.server import SOCKET
 
 _RETRY_S = 1.0
 """Time between attempts to reach an owner that is gone."""
@@ -383,14 +382,14 @@ class HostStore(RemoteStore):
     # --- writing ---
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Store values in slots, if they have room for them, else by two messages. Other processes see what is in slots
-        once the owner has entered it.
+        """Store blocks in slots, if they have room for them, else by two messages. Other processes see what is in slots
+        once the owner has entered it, so named values, which may change, never go there.
         """
         ticket, _ = self._store_ticket(items, places)
         reader, done, must_wake = self._follow_owner().reader, [False] * len(ticket.items), False
         before: bytes | None = None
         for at, ((key, value), place) in enumerate(zip(ticket.items, ticket.places, strict=True)):
-            if place is not None or not self._has_below:  # else all tiers have to know
+            if place is not None:
                 kind, depth, parent = messages.words_of(place)
                 posted = reader.store(key, value, kind, depth, parent or before)
                 if posted < 0:

@@ -1,7 +1,7 @@
 """Files of a host arena, as they lie in shared memory (``native/host.h`` has the same in C).
 
 ``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table
-(uint32, entry + 1) and entries of a cache line each; only the owner writes it. ``pages/N`` has the offsets that its
+(uint32, entry + 1), entries of a cache line each, and when their values expire; only the owner writes it. ``pages/N`` has the offsets that its
 client, the only writer, holds (leases), a ring of those that it used, and slots: room for values that it fills without
 asking, from which the owner enters them. Words are little-endian.
 """
@@ -15,10 +15,10 @@ from mmap import mmap
 from skymemory.errors import InvalidInput
 
 HEAD_BYTES = 4096
-ENTRY_BYTES = 64
-MAGIC, PAGE_MAGIC = b"SKYHOST1", b"HSKPAGE2"
-CHECKED, EXPIRES = 1 << 32, 1 << 33
-"""Flags beside a value's CRC-32: the owner has compared it; it expires at a time that only the owner knows."""
+ENTRY_BYTES, _END_BYTES = 64, 8
+MAGIC, PAGE_MAGIC = b"SKYHOST2", b"HSKPAGE2"
+CHECKED = 1 << 32
+"""Flag beside a value's CRC-32: the owner has compared it."""
 HOLDS, USES = 16_384, 4_096
 """Values that a client may hold at a time; uses that it may note before the owner reads them."""
 SLOTS = 64
@@ -26,7 +26,7 @@ SLOTS = 64
 _SLOT_BYTES = 128
 PAGE_BYTES = HEAD_BYTES + 8 * (HOLDS + USES) + _SLOT_BYTES * SLOTS
 
-_HEAD = struct.Struct("<8sQQQQQ16sQ")
+_HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PAGE = struct.Struct("<8sQQQQQ")
 
 _BYTES_PER_ENTRY = 4096
@@ -62,7 +62,9 @@ class ArenaShape:
 
     @property
     def directory_bytes(self) -> int:
-        return HEAD_BYTES + -(-4 * self.buckets // ENTRY_BYTES) * ENTRY_BYTES + ENTRY_BYTES * self.entries
+        return (
+            HEAD_BYTES + -(-4 * self.buckets // ENTRY_BYTES) * ENTRY_BYTES + (ENTRY_BYTES + _END_BYTES) * self.entries
+        )
 
     def is_of(self, directory: mmap) -> bool:
         """Return True if a directory has this shape, in this release."""
@@ -70,7 +72,15 @@ class ArenaShape:
         return (magic, values_bytes, entries, buckets) == (MAGIC, self.values_bytes, self.entries, self.buckets)
 
     def write_head(self, directory: mmap, seed: int, instance: bytes) -> None:
-        _HEAD.pack_into(directory, 0, MAGIC, self.values_bytes, self.entries, self.buckets, seed, 0, instance, 0)
+        sizes = (self.values_bytes, self.entries, self.buckets)
+        _HEAD.pack_into(directory, 0, MAGIC, *sizes, seed, 0, instance, 0, 0)
+
+
+def is_of_boot(directory: mmap, boot: bytes) -> bool:
+    """Return True if times in the directory are of this boot of the computer, and from now on they are."""
+    begin, end = _HEAD.size, _HEAD.size + len(boot)
+    before, directory[begin:end] = directory[begin:end], boot
+    return before == boot
 
 
 def instance_of(directory: mmap) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from skymemory.kv.block import Place
 from skymemory.store.base import KEY_BYTES
 
-VERSION = 2
+VERSION = 3
 MOST_ITEMS = 512
 """Values or keys in one message: a packet of a Unix socket is at most as long as its send buffer."""
 MAX_BYTES = 128 << 10

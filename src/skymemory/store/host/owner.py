@@ -38,11 +38,13 @@ from skymemory.store.base import (
 )
 from skymemory.store.host.arena import OwnedArena, is_held, reader_of
 from skymemory.store.host.extents import ALIGNED, Extents, rounded
-from skymemory.store.host.layout import CHECKED, EXPIRES, SLOTS, ArenaShape
+from skymemory.store.host.layout import CHECKED, SLOTS, ArenaShape
 from skymemory.store.host.messages import place_of
 
 _MOST_ROOM_BYTES, _ROOMS = 8 << 20, 32
 """Most room in the slots of a client, and slots with room of one size."""
+_FOREVER_S = 1e9
+"""Lifetime from which on a value does not expire: 30 years."""
 _FORGOTTEN_S = 30.0
 """Time after its lease in which a reservation may still be committed."""
 
@@ -156,10 +158,10 @@ class ArenaStore(BudgetedStore):
         found = sorted(self._directory.entries(), key=lambda entry: int(entry[1]))
         used: list[tuple[int, int]] = []
         end = 0
-        for key, offset, size_bytes, check in found:
-            # When a value expires is lost with the owner that knew it.
+        now_ns, now_s = time.monotonic_ns(), self._clock()
+        for key, offset, size_bytes, _, end_ns in found:
             if (
-                check & EXPIRES
+                (end_ns and (end_ns <= now_ns or not self._arena.has_times))
                 or offset < end
                 or self._inventory.used_bytes + size_bytes > self._inventory.budget_bytes
             ):
@@ -168,6 +170,8 @@ class ArenaStore(BudgetedStore):
             self._extents[key] = Extent(offset, size_bytes)
             self._keys[offset] = key
             self._inventory.put(key, size_bytes)
+            if end_ns:
+                self._inventory.lifetimes.give(key, now_s + (end_ns - now_ns) / 1e9)
             used.append((offset, rounded(size_bytes)))
             end = offset + rounded(size_bytes)
         for number in self._arena.pages():
@@ -487,7 +491,7 @@ class ArenaStore(BudgetedStore):
 
     def _note_checked(self, key: bytes, view: native.HostView, is_sound: bool) -> bool:
         if is_sound:
-            self._directory.mark(key, view.offset, CHECKED, True)
+            self._directory.mark_checked(key, view.offset)
             return True
         self._counters.add("corrupt")
         extent = self._extents.get(key)
@@ -615,15 +619,13 @@ class ArenaStore(BudgetedStore):
         if room is not None and not self._enter_post(room, post):
             self._counters.add("refused")
             self._free_extents([room])
-            if post.place is None:  # its store was acknowledged: no older value may be read
-                self._remove(post.key)
         with suppress(ValueError):  # the page was damaged
             self._directory.end_post(client.page, post.slot)
         if room is not None and client.connected:
             self._give_room(client, post.slot, room.size_bytes)
 
     def _enter_post(self, room: Extent, post: Post) -> bool:
-        if rounded(post.size_bytes) != room.size_bytes or post.crc >> 32 or not self._may_enter(post.place):
+        if rounded(post.size_bytes) != room.size_bytes or post.crc >> 32 or post.place is None:
             return False
         inventory, now_s = self._inventory, self._clock()
         if post.before is not None:
@@ -773,7 +775,8 @@ class ArenaStore(BudgetedStore):
             self._end_reservation(client, number)
             ticket = reservation.ticket
             self._inventory.touch([key for key, _ in ticket.items])
-            self._give_rooms(client, size_of(ticket.items[-1][1]))  # its next values are as large
+            if ticket.places[-1] is not None:
+                self._give_rooms(client, size_of(ticket.items[-1][1]))  # its next blocks are as large
             return done
 
     def _end_reservation(self, client: Client, number: int) -> None:
@@ -814,7 +817,8 @@ class ArenaStore(BudgetedStore):
     def _promise(self, key: bytes, ttl_s: float) -> bool:
         promised = super()._promise(key, ttl_s)
         if promised:
-            self._directory.mark(key, self._extents[key].offset, EXPIRES, ttl_s < math.inf)
+            end_ns = time.monotonic_ns() + int(max(ttl_s, 0.0) * 1e9) if ttl_s < _FOREVER_S else 0
+            self._directory.set_end(key, self._extents[key].offset, end_ns)
         return promised
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:

@@ -24,12 +24,12 @@ from skymemory.forks import Owner
 from skymemory.kv.block import Place
 from skymemory.store.base import Hierarchy, KeyLocks
 from skymemory.store.host import messages
+from skymemory.store.host.arena import SOCKET
 from skymemory.store.host.messages import BELOW, HELLO, MAX_BYTES, VERSION, WELCOME, HostOp, HostStatus, Malformed
 from skymemory.store.host.owner import ArenaStore, Client
 
 log = logging.getLogger("skymemory.store.host")
 
-SOCKET = "socket"
 _MOST_UNCHECKED = 1024
 """Values not yet compared with their checksums, beyond which messages wait for that."""
 _LARGE_BYTES = 1 << 20

@@ -50,7 +50,7 @@ def get_scheduler_view(request: TraceRequest, setup: ClusterSetup, dice: random.
 
 
 LEAST_FACTOR = 0.1
-"""Least factor of an erring estimate, also in ``sim.routing``: 0 would win every choice."""
+"""Least factor of an erring estimate, also in ``sim.routed_strategies``: 0 would win every choice."""
 _DRAWS = 4096
 
 

@@ -55,8 +55,8 @@ from skymemory.testbed.plan import (
     HostShare,
     MemoryPolicy,
 )
+from skymemory_lab.sim.distributions import Popularity
 from skymemory_lab.sim.trace import read_trace
-from skymemory_lab.sim.workload import Popularity
 
 Engine = Literal["machines", "model"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
