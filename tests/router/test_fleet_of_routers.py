@@ -76,8 +76,8 @@ def ask(port: int, prompt: str) -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         body = json.dumps({"model": "small", "prompt": prompt})
-        told = {"Content-Type": "application/json", "x-skymemory-decision": "1"}
-        connection.request("POST", "/v1/completions", body, told)
+        headers = {"Content-Type": "application/json", "x-skymemory-decision": "1"}
+        connection.request("POST", "/v1/completions", body, headers)
         response = connection.getresponse()
         response.read()
         return response.status, json.loads(response.headers["x-skymemory-decision"] or "{}")
@@ -117,8 +117,8 @@ class Fleet:
 
 def by_peers(count: int) -> list[str]:
     ports = free_ports(count)
-    everybody = json.dumps([f"127.0.0.1:{port}" for port in ports])
-    return [f'listen = "127.0.0.1:{port}"\npeers = {everybody}\n' for port in ports]
+    every_peer = json.dumps([f"127.0.0.1:{port}" for port in ports])
+    return [f'listen = "127.0.0.1:{port}"\npeers = {every_peer}\n' for port in ports]
 
 
 def test_three_routers_count_each_others_requests_and_survive_each_other() -> None:
@@ -156,7 +156,7 @@ def test_three_routers_count_each_others_requests_and_survive_each_other() -> No
         fleet.routers[2][0].send_signal(signal.SIGCONT)
         until(lambda: fleet.heard(0) == 2 and fleet.heard(2) == 2)
         status, decision = ask(fleet.port(2), "59 " * 500)
-        assert status == 200 and decision["matched_tokens"] > 0, "it was told what it missed"
+        assert status == 200 and decision["matched_tokens"] > 0, "it got what it missed"
 
 
 def test_a_router_that_hears_nothing_says_so() -> None:

@@ -130,7 +130,7 @@ class FrameCodec:
 
 
 def _mac(secret: bytes, sender: Hello, receiver: Hello, number: int, message: bytes) -> bytes:
-    # Both nonces and the number make each MAC fresh; the ids tell the directions apart.
+    # Both nonces and the number make each MAC fresh; the ids differ by direction.
     if not secret:
         return b""
     head = sender.sender + sender.nonce + receiver.sender + receiver.nonce + number.to_bytes(8, "little")

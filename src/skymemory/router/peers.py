@@ -86,7 +86,7 @@ class PeerExchange:
         self._resolving = asyncio.create_task(self._follow_peers(), name="peers")
 
     async def close(self) -> None:
-        """Tell the peers that this router stops, and disconnect."""
+        """Notify the peers that this router stops, and disconnect."""
         await cancel([self._resolving])
         if self._server is not None:
             self._server.close()
@@ -190,7 +190,7 @@ class _Link:
         await cancel([self._task])
 
     async def leave(self) -> None:
-        """Tell the peer that this router stops, and disconnect."""
+        """Notify the peer that this router stops, and disconnect."""
         if self._connection is not None:
             codec, writer = self._connection
             writer.write(codec.pack(self._exchange.state.leaving()))

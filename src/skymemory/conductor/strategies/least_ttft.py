@@ -474,7 +474,7 @@ class LeastTtft(Indexed):
         under_way = super().sent_elsewhere(request, server, now_s)
         sent = _Elsewhere(request, under_way)
         if request.computes:
-            sent.prefill = self._queues.add(slot, request.work_s, sent_s, 0.0, not request.streams)
+            sent.prefill = self._queues.add(slot, request.work_s, sent_s, unseen=not request.streams)
             self._intervals.sent(slot, sent_s, is_seen=request.streams)
         else:
             sent.decoding = self._prices.decoding.began(slot, now_s)
