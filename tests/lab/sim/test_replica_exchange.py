@@ -72,5 +72,6 @@ class Watched(ReplicaExchange):
 def test_counts_elsewhere_are_those_of_the_others() -> None:
     requests = [request for request in tenants(0.6, 2) if request.at_s < 60]
     exchange = Watched()
-    mean_s(requests, exchange, routers=3, exchange_s=0.2)
+    setup = RoutingSetup(usage=True, seed=1, routers=3, exchange_s=0.2)
+    simulate(requests, [sharing_strategy("least-ttft", setup.server_names) for _ in range(3)], setup, exchange=exchange)
     assert exchange.most > 5
