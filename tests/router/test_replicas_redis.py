@@ -275,7 +275,9 @@ def test_requests_are_shared_and_old_messages_skipped(server: RedisServer) -> No
             one.picker.succeeded(decision, 0.1)
             await until(lambda: other.elsewhere()["b"][:2] == (1, 0))
             assert other.state.counts.refused == 0
-            await asyncio.sleep(0.1)
+            for number in range(2, 22):
+                one.picker.failed(one.send(number, 0.0), 0.0)
+                await until(lambda: one.state.counts.sent > number)  # noqa: B023
             taken = late.state.counts.received
             async with exchange(late):
                 await until(lambda: late.elsewhere()["b"][:2] == (1, 0))

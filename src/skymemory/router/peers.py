@@ -142,6 +142,7 @@ class PeerExchange:
                     raise NotAccepted("a message of another router")
                 if answer is not None and writer.transport.get_write_buffer_size() < MAX_BACKLOG_BYTES:
                     writer.write(codec.pack(answer))
+                await asyncio.sleep(0)  # what is read already would not wait
         except InvalidInput as error:
             self.on_refused(writer, error)
         except (OSError, EOFError, TimeoutError):

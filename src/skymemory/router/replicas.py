@@ -240,9 +240,9 @@ class RedisReplicas:
                 payload = self._payload(self._requests_stream, fields)
                 if payload is not None:
                     await self._take_message(state, payload)
+                    await asyncio.sleep(0)
             if len(entries) < _READ_ENTRIES:
                 return
-            await asyncio.sleep(0)
 
     async def _publish(self, message: bytes) -> None:
         await self._add(self._requests_stream, message, _REQUEST_ENTRIES)

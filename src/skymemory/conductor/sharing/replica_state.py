@@ -21,7 +21,8 @@ from skymemory.conductor.sharing.messages import (
 from skymemory.conductor.sharing.own_requests import OwnRequests
 from skymemory.errors import InvalidInput
 
-MESSAGE_CHANGES = 256
+MESSAGE_CHANGES = 64
+"""Changes in a message: about half a millisecond of work."""
 DELTA_BYTES = 64 << 10
 SILENT_S = 5.0
 HEARTBEAT_S = 1.0
