@@ -223,6 +223,9 @@ class _Link:
                 pause_s = MAX_PAUSE_S
             except (OSError, EOFError, TimeoutError):
                 pass
+            except Exception:  # a fault of ours must not end the exchange for good
+                log.exception("exchange with a router")
+                pause_s = MAX_PAUSE_S
             finally:
                 self._connection = None
                 writer.transport.abort()

@@ -113,7 +113,10 @@ class PrefixState:
         known: set[str] = set()
         while True:
             now_s = time.monotonic()
-            sharing.review(now_s)
+            try:
+                sharing.review(now_s)
+            except Exception:  # what is too old must not stay for good
+                log.exception("requests of other routers")
             heard = sharing.heard()
             for replica in sorted(heard - known):
                 log.info("replicas: router %s is heard", replica)

@@ -248,6 +248,16 @@ def test_a_booking_that_is_never_ended_expires() -> None:
         assert len(other.state.elsewhere) == (second < 900)
 
 
+def test_any_number_of_tokens_may_be_asked_for() -> None:
+    for wanted in (10**30, -5, 0, None):
+        one, other = Replica.of(1), Replica.of(2)
+        asked = request(1)
+        asked.output_tokens = wanted
+        one.picker.routed(one.picker.pick(asked, 1.0), 1.0)
+        notify(one, other, Cursor(), 1.0)
+        assert len(other.state.elsewhere) == 1
+
+
 def test_own_messages_are_ignored() -> None:
     one, cursor = Replica.of(1), Cursor()
     one.send(1, 1.0)

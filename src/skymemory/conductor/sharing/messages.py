@@ -15,9 +15,10 @@ from skymemory.errors import InvalidInput
 VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_NAME = 4096
+MAX_COUNT = 2**53
 SENDER_BYTES = 16
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _Tokens = Annotated[float, msgspec.Meta(ge=0.0, le=2.0**53)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 _Sender = Annotated[bytes, msgspec.Meta(min_length=SENDER_BYTES, max_length=SENDER_BYTES)]

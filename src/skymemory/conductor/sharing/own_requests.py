@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from skymemory.conductor.change_log import ChangeLog
 from skymemory.conductor.request import Decision
-from skymemory.conductor.sharing.messages import MAX_NAME, Booking, ChangeMessage, Ended, FirstByte, Measured
+from skymemory.conductor.sharing.messages import MAX_COUNT, MAX_NAME, Booking, ChangeMessage, Ended, FirstByte, Measured
 
 MAX_CHANGES = 8192
 """Changes kept; a replica that falls further behind gets a snapshot."""
@@ -92,7 +92,7 @@ class OwnRequests:
             _bounded(ttft_s),
             prompt.tokens,
             max(0, prompt.tokens - decision.matched_tokens),
-            request.output_tokens or 0,
+            min(max(0, request.output_tokens or 0), MAX_COUNT),  # the client's
             request.streams,
             True,
             prompt.blocks[:MAX_BLOCKS].tobytes(),
