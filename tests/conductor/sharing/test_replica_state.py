@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.conductor.sharing.replica_fleets import SERVERS, Replica, booked, request
 
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.request import Decision
 from skymemory.conductor.sharing import elsewhere, own_requests, replica_state
 from skymemory.conductor.sharing.messages import (
@@ -20,7 +21,8 @@ from skymemory.conductor.sharing.messages import (
     pack_message,
     unpack_message,
 )
-from skymemory.conductor.sharing.replica_state import Cursor
+from skymemory.conductor.sharing.replica_state import Cursor, ReplicaState
+from skymemory.conductor.strategies.registry import named
 from skymemory.errors import InvalidInput
 
 
@@ -362,3 +364,31 @@ def test_deltas_of_prefixes_travel_in_order_and_bounded(monkeypatch: pytest.Monk
     assert [theirs.match(chain, [1]) for chain in chains] == [[5 if at == 7 else 20] for at in range(40)]
     assert theirs.log_end == 0, "what was heard is not passed on"
     assert isinstance(chains[0], np.ndarray) and notify(one, other, cursor, 1.1) == 0
+
+
+def test_prefill_and_decode_servers_are_counted_apart() -> None:
+    def pickers() -> list[Picker]:
+        fleets = [Fleet(), Fleet()]
+        for fleet, names in zip(fleets, (("p0", "p1"), ("d0", "d1")), strict=True):
+            for name in names:
+                fleet.add(name)
+        return [Picker(fleets[0], named("least-ttft")), Picker(fleets[1], named("least-load"))]
+
+    ours, theirs = pickers(), pickers()
+    one, other, cursor = ReplicaState(bytes(16)), ReplicaState(b"\x01" * 16), Cursor()
+    one.connect(ours)
+    other.connect(theirs)
+    asked = request(1)
+    decisions = [picker.pick(asked, 1.0) for picker in ours]
+    for picker, decision in zip(ours, decisions, strict=True):
+        picker.routed(decision, 1.0)
+    for message in one.next_messages(cursor, 1.0):
+        other.receive(message, 1.0)
+    for picker, decision in zip(theirs, decisions, strict=True):
+        assert {server.name: server.elsewhere for server in picker.fleet if server.elsewhere} == {decision.server: 1}
+        assert picker.pick(request(2), 1.0).server != decision.server
+    ours[0].succeeded(decisions[0], 1.1)
+    ours[0].on_request_end(decisions[0], 1.1)
+    for message in one.next_messages(cursor, 1.2):
+        other.receive(message, 1.2)
+    assert [sum(server.elsewhere for server in picker.fleet) for picker in theirs] == [0, 1]
