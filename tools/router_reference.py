@@ -34,6 +34,7 @@ from skymemory.router.limits.files import MAX_CONNECTIONS
 from skymemory.router.limits.held_bytes import PROGRESS_BYTES, SLOW_S
 from skymemory.router.limits.rates import GRACE_S
 from skymemory.router.limits.shares import SharedLimit
+from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.continuation import MAX_KEPT_BYTES, MAX_TEXT_BYTES
 from skymemory.router.prompts.item_limits import (
     MAX_FIELDS,
@@ -44,7 +45,7 @@ from skymemory.router.prompts.item_limits import (
 )
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.router_metrics import OUTCOMES, ProxyMetrics
-from skymemory.router.settings import SECTIONS, AdmissionSettings, Backend, Settings
+from skymemory.router.settings import SECTIONS, AdmissionSettings, Backend, ReplicaSettings, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
 NOTES = {
@@ -228,6 +229,8 @@ def _metrics() -> str:
     picker = Picker(fleet, RandomChoice())
     metrics.registry.register(EventsWatch(picker.scorer, Backends(picker)))
     metrics.registry.register(_roles())
+    shared = Settings(replicas=ReplicaSettings(redis="redis://localhost"))
+    metrics.registry.register(ReplicaFigures(PrefixState(shared, fleet)))
     for family in metrics.registry.collect():
         # A family made at each collection knows its labels; of those that stand all the time the metric does.
         own = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", ())

@@ -167,9 +167,12 @@ def test_blocks_of_another_kind_are_another_kind(tmp_path: Path) -> None:
     ("table", "says"),
     [
         ({"strategy": "least-load", "state": "x"}, "no index that can be kept"),
-        ({"strategy": "least-load", "replicas": {"redis": "redis://a"}}, "no index to share"),
         ({"strategy": "aproximate"}, "did you mean 'approximate'"),
-        ({"strategy": "precise", "replicas": {"redis": "redis://a"}}, "no index to share"),
+        ({"replicas": {"redis": "http://a"}}, "expected redis://HOST"),
+        ({"replicas": {"peers": ["router-1"]}}, "is not an address"),
+        ({"replicas": {"peers": ["router-1:0"]}}, "expected the port of another router"),
+        ({"replicas": {"every": "2s"}}, "5 ms to 1 s"),
+        ({"replicas": {"silent": "1s"}}, "2 s or more"),
     ],
 )
 def test_what_does_not_go_together_is_said(table: dict[str, Any], says: str) -> None:

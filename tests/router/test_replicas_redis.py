@@ -8,15 +8,17 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conductor.sharing.replica_fleets import Replica
 from tests.router.replica_tools import KIND, an_index, chain, until
 from tests.store.real_redis import RedisServer
 
 from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
+from skymemory.conductor.sharing.replica_state import ReplicaState
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing, first_ring
 from skymemory.router.replicas import RedisReplicas, StreamSettings
@@ -36,10 +38,15 @@ def server() -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def sharing(
-    index: SharedPrefixIndex, server: RedisServer, kind: str = KIND, keys: KeyRing | None = None, **how: Any
+    index: SharedPrefixIndex,
+    server: RedisServer,
+    kind: str = KIND,
+    keys: KeyRing | None = None,
+    state: ReplicaState | None = None,
+    **how: Any,
 ) -> AsyncIterator[RedisReplicas]:
     settings = StreamSettings(**{"interval_s": 0.02, "timeout_s": 0.5} | how)
-    replicas = RedisReplicas(index, server.url, kind, keys=keys, settings=settings)
+    replicas = RedisReplicas(index, server.url, kind, keys=keys, settings=settings, state=state)
     await replicas.start()
     try:
         yield replicas
@@ -252,3 +259,35 @@ def test_entries_of_strangers_are_refused(server: RedisServer) -> None:
 def test_an_address_that_is_none() -> None:
     with pytest.raises(InvalidInput, match="redis://HOST"):
         RedisReplicas(an_index("a"), "http://there", KIND)
+
+
+def test_requests_are_shared_and_old_messages_skipped(server: RedisServer) -> None:
+    async def run() -> None:
+        ring = first_ring(bytes(range(32)))
+        one, other, late = Replica.of(1), Replica.of(2), Replica.of(3)
+
+        def exchange(replica: Replica) -> AbstractAsyncContextManager[RedisReplicas]:
+            return sharing(replica.picker.scorer.index, server, keys=ring, state=replica.state)  # type: ignore[attr-defined]
+
+        async with exchange(one), exchange(other) as second:
+            decision = one.send(1, 0.0, ("b",))
+            await until(lambda: other.elsewhere()["b"][:2] == (1, 1))
+            one.picker.succeeded(decision, 0.1)
+            await until(lambda: other.elsewhere()["b"][:2] == (1, 0))
+            assert other.state.counts.refused == 0
+            for number in range(2, 22):
+                one.picker.failed(one.send(number, 0.0), 0.0)
+                await until(lambda: one.state.counts.sent > number)  # noqa: B023
+            taken = late.state.counts.received
+            async with exchange(late):
+                await until(lambda: late.elsewhere()["b"][:2] == (1, 0))
+                # Signs of life, and the snapshots asked for: nothing that was sent before.
+                assert late.state.counts.received - taken <= 6
+                ask(server, b"XADD", STREAM + b":requests", b"*", b"from", b"x", b"deltas", b"\x09nonsense")
+                await until(lambda: second.status.refused == 1)
+                one.picker.on_request_end(decision, 0.2)
+                await until(lambda: other.elsewhere()["b"][0] == late.elsewhere()["b"][0] == 0)
+            # A router that stops says so.
+            await until(lambda: one.state.heard() == {"02020202"} and other.state.heard() == {"01010101"})
+
+    asyncio.run(asyncio.wait_for(run(), 120))

@@ -92,7 +92,7 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
         ({"backends": "http://a:1"}, "expected [[backends]]"),
         ({"listen": 8080}, "expected text in quotes"),
         ({"health": {"every": 0}}, "must be above 0"),
-        ({"replicas": {"peers": ["a:1"]}}, "replicas: peers: unknown setting; expected one of redis, keys"),
+        ({"replicas": {"peer": ["a:1"]}}, "replicas: peer: unknown setting; did you mean 'peers'?"),
     ],
 )
 def test_what_is_wrong_is_named(table: dict[str, object], says: str) -> None:

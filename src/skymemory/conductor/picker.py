@@ -13,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from skymemory.conductor.request import Decision, Explanation, Names, PromptPlan, Request
 from skymemory.errors import InvalidInput, SkyMemoryError
@@ -72,6 +76,9 @@ class Server:
         "_fleet",
         "_healthy",
         "_read_tokens",
+        "elsewhere",
+        "elsewhere_prefilling",
+        "elsewhere_tokens",
         "in_flight",
         "name",
         "prefill_tokens",
@@ -90,6 +97,8 @@ class Server:
         self.prefilling = 0
         self.prefill_tokens = 0.0
         """Prefill backlog: prompt tokens less matched tokens."""
+        # The same counts of requests that other replicas of this router sent, as far as they are known.
+        self.elsewhere = self.elsewhere_prefilling = self.elsewhere_tokens = 0
         self._healthy, self._draining = True, False
         self._fleet = fleet
         # Prompt tokens as counted by this router and by the engine, with exponential decay.
@@ -283,6 +292,24 @@ def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
     return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ElsewhereRequest:
+    """Request that another replica of this router has sent to a server."""
+
+    sent_s: float
+    work_s: float
+    """Estimated seconds of its prefill, alone."""
+    prompt_tokens: int
+    matched_tokens: int
+    """Prompt tokens that the server is believed to hold."""
+    output_tokens: int | None
+    streams: bool
+    computes: bool
+    """True: its first byte is awaited."""
+    blocks: NDArray[np.uint64]
+    """Leading blocks of its prompt, if it computes."""
+
+
 class Scorer:
     """Base of routing strategies. Only ``rank`` is required.
 
@@ -315,8 +342,39 @@ class Scorer:
     def forget(self, server: Server) -> None:
         """Drop the state of a server that left or restarted: its cache is empty."""
 
+    # Requests of other replicas of this router, heard of later. ``sent_elsewhere`` returns a ticket for the others.
+
+    def sent_elsewhere(self, request: ElsewhereRequest, server: Server, now_s: float) -> object:
+        """Record a request that another replica has sent."""
+
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float, *, is_seen: bool) -> None:
+        """Record its first byte; not ``is_seen``: that it failed before, or that the time is a guess."""
+
+    def ended_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
+        """Record its end, after ``prefilled_elsewhere``."""
+
+    def measured_elsewhere(self, server: Server, tokens: float, cached: float, seconds: float) -> None:
+        """Record a prefill that another replica has measured."""
+
+    def share_measured(self, measured: Measured) -> None:
+        """Call ``measured`` with each prefill that this strategy measures."""
+
+
+Measured = Callable[[int, float, float, float], None]
+"""Slot, tokens, cached tokens and seconds of a prefill, or the means of some."""
+
 
 class NoServer(SkyMemoryError): ...
+
+
+class Watch(Protocol):
+    """Observer of a picker's requests."""
+
+    def routed(self, decision: Decision, now_s: float) -> None: ...
+
+    def first_byte(self, decision: Decision, now_s: float) -> None: ...
+
+    def ended(self, decision: Decision, now_s: float) -> None: ...
 
 
 class Picker:
@@ -329,6 +387,7 @@ class Picker:
     def __init__(self, fleet: Fleet, scorer: Scorer, seed: int = 0) -> None:
         self.fleet = fleet
         self.scorer = scorer
+        self.watch: Watch | None = None
         self._random_state = seed & _MASK
 
     def pick(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Decision:
@@ -378,14 +437,20 @@ class Picker:
             server.prefilling += 1
             server.prefill_tokens += request.prompt.tokens - decision.matched_tokens
             self.scorer.routed(request, server, now_s)
+            if self.watch is not None:
+                self.watch.routed(decision, now_s)
 
     def succeeded(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
         server = self._prefilled(decision)
+        if self.watch is not None:
+            self.watch.first_byte(decision, now_s)
         if server is not None:
             self.scorer.succeeded(decision.request, server, now_s, cached_tokens)
 
     def failed(self, decision: Decision, now_s: float) -> None:
         server = self._prefilled(decision)
+        if self.watch is not None:
+            self.watch.ended(decision, now_s)
         if server is not None:
             if server.in_flight:
                 server.in_flight -= 1
@@ -395,6 +460,8 @@ class Picker:
         self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
         """Record the last byte, or a disconnect of the client."""
+        if self.watch is not None:
+            self.watch.ended(decision, now_s)
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             if server.in_flight:
@@ -517,4 +584,5 @@ def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tu
 def _waiting(server: Server, now_s: float) -> int:
     """Return the requests in or before their prefill, as reported or ours."""
     report = server.fresh_report(now_s, ADAPTER_STALE_S)
-    return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)
+    prefilling = server.prefilling + server.elsewhere_prefilling
+    return prefilling if report is None else max(report.waiting, prefilling - report.running)

@@ -26,7 +26,7 @@ typedef struct {
     uint64_t instance[2];
     uint64_t epoch; /* how many owners it has had: room that one of them gave out is void once the next has begun */
     uint64_t awake; /* not 0: the owner looks into slots from time to time, without being woken */
-    uint64_t boot[2]; /* of the computer, whose clock tells when values expire */
+    uint64_t boot[2]; /* of the computer, by whose clock values expire */
 } HostHead;
 
 /* Of a client, who alone writes it but for the last field; the owner reads. */

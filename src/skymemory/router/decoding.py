@@ -92,7 +92,9 @@ def alone_schedulers(scheduler: Scheduler, seed: int) -> tuple[Scheduler, Schedu
     decode servers (None without roles).
     """
     decode = scheduler.decode
-    least_load = Scheduler(Picker((decode or scheduler.prefill).fleet, LeastLoad(), seed))
+    by_load = Picker((decode or scheduler.prefill).fleet, LeastLoad(), seed)
+    by_load.watch = scheduler.prefill.watch
+    least_load = Scheduler(by_load)
     if decode is None:
         return least_load, None
     return least_load, Scheduler(decode, None, without_probes(scheduler.admission), scheduler.forecast)

@@ -1,4 +1,4 @@
-"""Strategy of a router and its prefix index, kept in a file or shared with replicas.
+"""Strategy of a router and its prefix index, kept in a file; and the exchange with replicas.
 
 An index fed by KV events is not kept: a restarted engine could not be recognised.
 """
@@ -9,14 +9,15 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from skymemory.conductor.picker import Fleet, Scorer
+from skymemory.conductor.picker import Fleet, Picker, Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.prefix_index.replicated import (
@@ -27,19 +28,23 @@ from skymemory.conductor.prefix_index.replicated import (
     restore,
     unpack_snapshot,
 )
+from skymemory.conductor.sharing.messages import SENDER_BYTES
+from skymemory.conductor.sharing.replica_state import ReplicaState
 from skymemory.conductor.strategies.registry import DEFAULT, STRATEGIES, named
 from skymemory.errors import InvalidInput, LaterFile, os_reason
 from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded, write_private
 from skymemory.keys import KeyRing
 from skymemory.router.engines.events import check_events, event_index, strategy_options
-from skymemory.router.replicas import RedisReplicas, ReplicaStatus
+from skymemory.router.peers import PeerExchange
+from skymemory.router.replicas import RedisReplicas, ReplicaStatus, StreamSettings
 from skymemory.router.router_metrics import family
-from skymemory.router.settings import Settings, read_cost
+from skymemory.router.settings import ReplicaSettings, Settings, read_cost
 from skymemory.router.tasks import cancel
 
 log = logging.getLogger("skymemory.router")
 
 SAVE_S = 60.0
+REVIEW_S = 0.2
 MAX_FILE_BYTES = 4 << 30
 
 
@@ -56,11 +61,32 @@ class PrefixState:
         if settings.state is not None and not isinstance(self._index, ApproximatePrefixIndex):
             raise InvalidInput(f"state: strategy {self.scorer.name!r} has no index that can be kept in a file")
         self._replicas: RedisReplicas | None = None
-        if isinstance(self._index, SharedPrefixIndex):
-            self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
+        self._peers: PeerExchange | None = None
+        self._sharing: ReplicaState | None = None
+        if settings.replicas.are_set:
+            self._share(settings.replicas, keys)
+        self._reviewing: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._may_save = settings.state is not None  # False if the file is not written, such as a later release's
         self.unsaved = ""
+
+    def _share(self, replicas: ReplicaSettings, keys: KeyRing | None) -> None:
+        index = self._index if isinstance(self._index, SharedPrefixIndex) else None
+        self._sharing = state = ReplicaState(
+            os.urandom(SENDER_BYTES), index, silent_s=replicas.silent_s, now_s=time.monotonic()
+        )
+        if replicas.redis:
+            stream = StreamSettings(interval_s=replicas.every_s)
+            self._replicas = RedisReplicas(index, replicas.redis, self._kind, keys=keys, settings=stream, state=state)
+        if replicas.listen or replicas.peers:
+            self._peers = PeerExchange(
+                state, self._kind, replicas.listen, replicas.peers, keys=keys, every_s=replicas.every_s
+            )
+
+    def connect(self, pickers: Iterable[Picker]) -> None:
+        """Share the requests of these pickers with replicas, if there are any."""
+        if self._sharing is not None:
+            self._sharing.connect(list(pickers))
 
     async def start(self) -> None:
         """Load the file, and connect. The fleet must be known."""
@@ -75,8 +101,37 @@ class PrefixState:
             except InvalidInput as error:
                 log.warning("the prefix index starts empty: %s", error)
             self._saving = asyncio.create_task(self._save_periodically())
+        if self._sharing is not None:
+            self._reviewing = asyncio.create_task(self._review(self._sharing), name="replicas")
+        if self._peers is not None:
+            await self._peers.start()
         if self._replicas is not None:
             await self._replicas.start()
+
+    async def _review(self, sharing: ReplicaState) -> None:
+        """Drop what other replicas sent long ago, and log who falls silent or is heard again."""
+        known: set[str] = set()
+        while True:
+            now_s = time.monotonic()
+            try:
+                sharing.review(now_s)
+            except Exception:  # what is too old must not stay for good
+                log.exception("requests of other routers")
+            heard = sharing.heard()
+            for replica in sorted(heard - known):
+                log.info("replicas: router %s is heard", replica)
+            for replica in sorted(known - heard):
+                log.warning("replicas: router %s is heard no more", replica)
+            known = heard
+            await asyncio.sleep(REVIEW_S)
+
+    @property
+    def sharing(self) -> ReplicaState | None:
+        return self._sharing
+
+    @property
+    def peers(self) -> PeerExchange | None:
+        return self._peers
 
     def replicas(self) -> ReplicaStatus | None:
         return None if self._replicas is None else self._replicas.status
@@ -84,7 +139,9 @@ class PrefixState:
     async def close(self, keep: bool = True) -> None:
         if self._replicas is not None:
             await self._replicas.close()
-        await cancel([self._saving])
+        if self._peers is not None:
+            await self._peers.close()
+        await cancel([self._saving, self._reviewing])
         if keep and (written := await self._save()):
             log.info("prefix index saved to %s: %d bytes", self._settings.state, written)
 
@@ -93,6 +150,10 @@ class PrefixState:
         status = self.replicas()
         if status is not None and status.degraded:
             troubles.append(f"the prefix index is not shared with other routers ({status.kind}): {status.degraded}")
+        if self._peers is not None and self._peers.refused:
+            troubles.append(f"replicas: a router was refused: {self._peers.refused}")
+        if self._sharing is not None:
+            troubles += self._sharing.troubles(time.monotonic())
         return troubles
 
     async def _save_periodically(self) -> None:
@@ -123,16 +184,12 @@ class PrefixState:
 
     def _create_scorer(self, settings: Settings) -> Scorer:
         """Create the strategy with its index: shared, learnt from requests, or of KV events."""
-        name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), bool(settings.replicas.redis)
+        name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), settings.replicas.are_set
         if settings.cost is not None and name != DEFAULT and not settings.splits:
             raise InvalidInput(f"cost: strategy {name!r} does not estimate seconds; {DEFAULT!r} does")
         cost = None if settings.cost is None or name != DEFAULT else read_cost(settings.cost)
         known = STRATEGIES.options_of(name) if name in STRATEGIES else {}
         learns = "blocks_per_server" in known and not options.get("events")
-        if name in STRATEGIES and shares and not learns:
-            raise InvalidInput(
-                f"replicas: strategy {name!r} has no index to share, or one of KV events, which each replica can read"
-            )
         # Clients choose prompts, and so block hashes. The secret prevents them from making their entries of the table
         # collide.
         secret = int.from_bytes(os.urandom(8), "little") | 1
@@ -179,6 +236,8 @@ class ReplicaFigures(Collector):
         self._prefix_state = prefix_state
 
     def collect(self) -> Iterator[Metric]:
+        if self._prefix_state.sharing is not None:
+            yield from self._of_requests(self._prefix_state.sharing)
         status = self._prefix_state.replicas()
         if status is None:
             return
@@ -186,6 +245,28 @@ class ReplicaFigures(Collector):
         yield family(GaugeMetricFamily, name, degraded, ("kind",), [((status.kind,), bool(status.degraded))])
         text, name = "Updates of the shared prefix index, by outcome", "skymemory_router_replica_deltas"
         rows = (((outcome,), getattr(status, outcome)) for outcome in ("sent", "received", "lost", "refused"))
+        yield family(CounterMetricFamily, name, text, ("outcome",), rows)
+
+    def _of_requests(self, sharing: ReplicaState) -> Iterator[Metric]:
+        silences = sharing.silences_s(time.monotonic())
+        text = "Other routers that are heard"
+        yield GaugeMetricFamily("skymemory_router_replicas_heard", text, value=len(sharing.heard()))
+        text, name = "Since another router was heard", "skymemory_router_replica_silence_seconds"
+        yield family(
+            GaugeMetricFamily, name, text, ("replica",), (((one,), silent_s) for one, silent_s in silences.items())
+        )
+        text = "Requests of other routers that this router counts"
+        yield GaugeMetricFamily("skymemory_router_replica_requests", text, value=len(sharing.elsewhere))
+        counts = sharing.counts
+        text, name = "Messages between routers, by outcome", "skymemory_router_replica_messages"
+        outcomes = {
+            "sent": counts.sent,
+            "received": counts.received,
+            "refused": counts.refused,
+            "missed": sharing.elsewhere.gaps,
+            "snapshots": counts.snapshots,
+        }
+        rows = (((outcome,), count) for outcome, count in outcomes.items())
         yield family(CounterMetricFamily, name, text, ("outcome",), rows)
 
 

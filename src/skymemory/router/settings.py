@@ -406,15 +406,39 @@ class SidecarSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Sharing of the prefix index through Redis."""
+    """Exchange with other routers before the same servers: prefixes, requests and speeds."""
 
     redis: str = setting("redis", text, "", "a Redis or Valkey server, such as redis://host:6379/0")
+    listen: str = setting("listen", text, "", "address and port for other routers, in a trusted network; empty: none")
+    peers: tuple[str, ...] = setting(
+        "peers",
+        texts,
+        (),
+        "other routers, such as router-1:7070, or a name that stands for all; this router's own address may be among "
+        "them",
+    )
     keys: Path | None = setting(
         "keys",
         path,
         None,
         "a file of keys (`skymemory keys new`), the same for all replicas, which authenticates updates",
     )
+    every_s: float = setting("every", duration, 0.1, "period of the exchange")
+    silent_s: float = setting("silent", duration, 5.0, "silence after which another router's requests count no more")
+
+    @property
+    def are_set(self) -> bool:
+        return bool(self.redis or self.listen or self.peers)
+
+    def __post_init__(self) -> None:
+        if self.listen:
+            host_and_port(self.listen)
+        for peer in self.peers:
+            _, port = host_and_port(peer)
+            if not port:
+                raise InvalidInput(f"peers: {peer!r}: expected the port of another router, such as router-1:7070")
+        if not 0.005 <= self.every_s <= 1.0 or self.silent_s < 2.0:
+            raise InvalidInput("replicas: every: expected 5 ms to 1 s; silent: 2 s or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,7 +550,7 @@ class Settings:
                 "backends: elastic: set the objectives, which say how much load a pool can take: admission: ttft "
                 "and tbt"
             )
-        if self.replicas.redis:
+        if self.replicas.are_set:
             raise InvalidInput("backends: elastic: one router decides on the roles; leave out `replicas`")
 
     def _local_engine(self) -> Backend:

@@ -167,7 +167,7 @@ def test_a_lifetime_goes_on_with_the_next_owner(folder: Path) -> None:
 
 
 def test_a_lifetime_of_another_boot_ends_its_value(folder: Path) -> None:
-    """Of a folder on a disk: the monotonic clock began anew."""
+    """Of a folder on a disk: the monotonic clock has begun again."""
     with ServedArena(folder, BUDGET_BYTES, keep=True) as owner:
         owner.put_many([(key(0), value(0)), (key(1), value(1))])
         owner.expire([key(0)], 60.0)

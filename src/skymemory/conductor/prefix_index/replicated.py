@@ -19,15 +19,14 @@ Replicas publish only what they learnt, not what they absorbed, and no removal o
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
+from skymemory.conductor.change_log import ChangeLog
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks
 from skymemory.errors import InvalidInput, LaterFile
 from skymemory.metrics import Counters
@@ -198,10 +197,9 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
     ) -> None:
         super().__init__(blocks_per_server, max_match, secret)
         self.counters = Counters()
-        self.log_end = 0
         # Replicas number servers differently, so deltas name them.
         self._name_of, self._slot_of = name_of, slot_of
-        self._log: deque[Delta] = deque(maxlen=MAX_DELTAS)
+        self._log: ChangeLog[Delta] = ChangeLog(MAX_DELTAS)
 
     def learn(self, slot: int, blocks: Blocks) -> None:
         super().learn(slot, blocks)
@@ -218,18 +216,19 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
         name = self._name_of(slot)
         if name is not None:
             self._log.append(delta(name))
-            self.log_end += 1
 
     @property
     def log_start(self) -> int:
-        return self.log_end - len(self._log)
+        return self._log.start
 
-    def since(self, number: int) -> list[Delta] | None:
-        """Return the deltas from ``number`` on; None if some are no longer logged."""
+    @property
+    def log_end(self) -> int:
+        return self._log.end
+
+    def since(self, number: int, most: int | None = None) -> list[Delta] | None:
+        """Return up to ``most`` deltas from ``number`` on; None if some are no longer logged."""
         # The log is bounded: a publisher that was disconnected for long counts the lost deltas and continues.
-        if not self.log_start <= number <= self.log_end:
-            return None
-        return list(islice(self._log, number - self.log_start, None))
+        return self._log.since(number, most)
 
     def absorb(self, deltas: Iterable[Delta]) -> None:
         """Apply deltas of other replicas; skip unknown servers."""

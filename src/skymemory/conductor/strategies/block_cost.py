@@ -47,7 +47,11 @@ class BlockCost(Indexed):
         chain = prompt.blocks
         prefills = [
             settings.prefill_scale
-            * max(0.0, (server.prefill_tokens + prompt.tokens) / per_block - settings.overlap_credit * blocks)
+            * max(
+                0.0,
+                (server.prefill_tokens + server.elsewhere_tokens + prompt.tokens) / per_block
+                - settings.overlap_credit * blocks,
+            )
             for server, blocks in zip(servers, held_blocks, strict=True)
         ]
         decodes = [self._blocks_with(server.slot, chain) for server in servers]

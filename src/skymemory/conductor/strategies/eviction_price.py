@@ -81,7 +81,7 @@ class EvictionPrice:
 
 
 def chances_of_use(used: Sequence[int], evicted: Sequence[int]) -> tuple[tuple[float, int], ...]:
-    """Return the chance that a block is used again, by the binary digits of its age, and of how many blocks it is known.
+    """Return the chance that a block is used again, by the binary digits of its age, and how many blocks show it.
 
     ``used`` and ``evicted``: numbers of blocks that were used again or evicted at that age. An evicted block says only
     that it was not used until then (the estimate of Kaplan and Meier, 1958).

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from skymemory import native
-from skymemory.conductor.picker import RankedServer, Ranking, ReportedLoad, Server, Weights
+from skymemory.conductor.picker import (
+    ElsewhereRequest,
+    Measured,
+    RankedServer,
+    Ranking,
+    ReportedLoad,
+    Server,
+    Weights,
+)
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks, PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
@@ -31,6 +39,8 @@ from skymemory.conductor.strategies.strategy_base import GainThreshold, Indexed,
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, HOT, SET_BACK_S, Price
 
+SEEN_ENOUGH = 8
+"""Prefills seen at a server from which those that other replicas measured teach nothing."""
 _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of computing"
 _PRICE = "seconds of decoding and evicting"
 REFRESH_S = 1.0
@@ -148,6 +158,16 @@ class _Estimated:
     decoding: Mark | None = None
 
 
+@dataclass(slots=True)
+class _Elsewhere:
+    """Request of another replica, and the tickets of its prefill (0: it has ended) and of its answer."""
+
+    request: ElsewhereRequest
+    under_way: object
+    prefill: int = 0
+    decoding: Mark | None = None
+
+
 # Request, servers, figures, best match if below the threshold, count of changes.
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
 
@@ -195,6 +215,7 @@ class LeastTtft(Indexed):
         self._intervals = BusyIntervals()
         self._prices = ServerPrices(settings.goal, self._table, self.speeds.per_token_s)
         self._answers: RequestNotes[_Estimated] = RequestNotes()
+        self._share_measured: Measured | None = None
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         """Rank in a native call if times are learnt and nothing is loaded, else in parts."""
@@ -406,6 +427,8 @@ class LeastTtft(Indexed):
         )
         if seen is not None:
             self.speeds.observe_first(slot, *seen)
+            if self._share_measured is not None:
+                self._share_measured(slot, *seen)
         self._prices.arrived(request, slot, sent.matched)
         sent.saved = saved
         if request.streams:
@@ -456,6 +479,55 @@ class LeastTtft(Indexed):
             if estimated.decoding is not None:
                 self._prices.decoding.ended(server.slot, estimated.decoding, None, now_s)
             self._prices.update(server, self._queues.usual_s, now_s)
+
+    # Requests of other replicas join the queue, the busy intervals and the answers under way as this router's own do;
+    # the delay price and the guard count them on hearing. Only this router's own answers teach the time per token.
+
+    def sent_elsewhere(self, request: ElsewhereRequest, server: Server, now_s: float) -> object:
+        slot, sent_s = server.slot, request.sent_s
+        under_way = super().sent_elsewhere(request, server, now_s)
+        sent = _Elsewhere(request, under_way)
+        if request.computes:
+            sent.prefill = self._queues.add(slot, request.work_s, sent_s, unseen=not request.streams)
+            self._intervals.sent(slot, sent_s, is_seen=request.streams)
+        else:
+            sent.decoding = self._prices.decoding.began(slot, now_s)
+        self._price.sent(request.work_s, now_s)
+        self._guard.sent(slot, now_s)
+        self._prices.update(server, self._queues.usual_s, now_s)
+        return sent
+
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float, *, is_seen: bool) -> None:
+        if not isinstance(ticket, _Elsewhere):
+            return
+        sent, slot, request = ticket, server.slot, ticket.request
+        super().prefilled_elsewhere(sent.under_way, server, at_s, is_seen=is_seen)
+        if not sent.prefill:
+            return
+        self._queues.remove(slot, sent.prefill, at_s)
+        if is_seen:
+            tokens, saved, streams = request.prompt_tokens, request.matched_tokens, request.streams
+            seen = self._intervals.ended(slot, tokens, saved, 0.0, at_s, self.speeds.seen(slot), is_seen=streams)
+            if seen is not None:
+                self.speeds.observe_first(slot, *seen)
+        else:
+            self._intervals.failed(slot, is_seen=request.streams)
+        self._prices.decoding.prefilled(slot, request.work_s, at_s)
+        sent.decoding = self._prices.decoding.began(slot, at_s)
+
+    def ended_elsewhere(self, ticket: object, server: Server, at_s: float) -> None:
+        if isinstance(ticket, _Elsewhere):
+            if ticket.decoding is not None:
+                self._prices.decoding.ended(server.slot, ticket.decoding, None, at_s)
+            self._prices.update(server, self._queues.usual_s, at_s)
+
+    def measured_elsewhere(self, server: Server, tokens: float, cached: float, seconds: float) -> None:
+        # A router that has seen prefills there has seen those of other replicas, too.
+        if seconds > 0 and self.speeds.seen(server.slot) < SEEN_ENOUGH:
+            self.speeds.observe(server.slot, tokens, cached, seconds)
+
+    def share_measured(self, measured: Measured) -> None:
+        self._share_measured = measured
 
     def forget(self, server: Server) -> None:
         slot = server.slot

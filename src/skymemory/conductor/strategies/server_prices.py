@@ -104,12 +104,12 @@ class ServerPrices:
         self.decoding.read_report(server)
         report = server.reported
         if report is not None:
-            others = max(0, report.waiting + report.running - server.in_flight)
+            others = max(0, report.waiting + report.running - server.in_flight - server.elsewhere)
             self._others[server.slot] = report.at_s, others
 
     def _answers_at(self, server: Server, now_s: float) -> int:
         at_s, others = self._others.get(server.slot, (0.0, 0))
-        return server.in_flight + (others if now_s - at_s <= STALE_S else 0)
+        return server.in_flight + server.elsewhere + (others if now_s - at_s <= STALE_S else 0)
 
     def update(self, server: Server, usual_s: float, now_s: float) -> None:
         """Compute a server's price again. ``usual_s``: of a prefill."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.picker import Ranking, Scorer, Server
+from skymemory.conductor.picker import ElsewhereRequest, Ranking, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
@@ -72,11 +72,11 @@ STALE_S = 5.0
 
 
 def requests_at(server: Server, now_s: float) -> float:
-    """Return the requests at a server: reported, including other clients', or ours if more."""
+    """Return the requests at a server: reported, including other clients', or ours and our replicas' if more."""
     report = server.reported
     if report is None or now_s - report.at_s > STALE_S:
-        return float(server.in_flight)
-    return float(max(server.in_flight, report.waiting + report.running))
+        return float(server.in_flight + server.elsewhere)
+    return float(max(server.in_flight + server.elsewhere, report.waiting + report.running))
 
 
 def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
@@ -261,6 +261,14 @@ class Indexed(Scorer):
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         self.arrived(request, server)
+
+    def sent_elsewhere(self, request: ElsewhereRequest, server: Server, now_s: float) -> object:
+        has_blocks = self._counts_under_way and request.computes and len(request.blocks) > 0
+        return self._under_way.add(server.slot, request.blocks) if has_blocks else 0
+
+    def prefilled_elsewhere(self, ticket: object, server: Server, at_s: float, *, is_seen: bool) -> None:
+        if isinstance(ticket, int) and ticket:
+            self._under_way.drop(ticket)
 
     def forget(self, server: Server) -> None:
         self._notes.forget(server)

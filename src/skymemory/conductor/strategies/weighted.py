@@ -118,7 +118,7 @@ class Approximate(Indexed):
         for server in servers:
             report = server.reported
             if report is None or now_s - report.at_s > STALE_S:
-                queues.append(float(server.prefilling))
+                queues.append(float(server.prefilling + server.elsewhere_prefilling))
                 free.append(None)
             else:
                 # Without the requests sent since the report, all requests until the next report would go to the same

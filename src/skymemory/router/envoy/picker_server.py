@@ -191,6 +191,7 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
     _check_events(settings, prefix_state)
     picker = Picker(fleet, prefix_state.scorer, settings.seed)
     decode = decode_picker(settings) if splits else None
+    prefix_state.connect(each for each in (picker, decode) if each is not None)
     backends = Backends(picker, settings.health, are_checked=False, decode=decode)
     reader = PromptReader(settings, backends.adapters)
     thread_bytes = IN_THREAD_BYTES if settings.prompts.tokenizer is None else TOKENIZED_IN_THREAD_BYTES

@@ -57,6 +57,7 @@ class ProxyServer:
         self.prefix_state = PrefixState(settings, fleet, keys)
         self.picker = Picker(fleet, self.prefix_state.scorer, settings.seed)
         decode = decode_picker(settings) if settings.splits else None
+        self.prefix_state.connect(picker for picker in (self.picker, decode) if picker is not None)
         self.scheduler = Scheduler(self.picker, decode, rule_of(settings), forecast_of(decode))
         self.pools = Pools()
         self.backends = Backends(self.picker, settings.health, decode=decode)

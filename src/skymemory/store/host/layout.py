@@ -1,9 +1,9 @@
 """Files of a host arena, as they lie in shared memory (``native/host.h`` has the same in C).
 
 ``values`` holds the bytes of values. ``directory`` says which value lies where: a head, buckets of a hash table
-(uint32, entry + 1), entries of a cache line each, and when their values expire; only the owner writes it. ``pages/N`` has the offsets that its
-client, the only writer, holds (leases), a ring of those that it used, and slots: room for values that it fills without
-asking, from which the owner enters them. Words are little-endian.
+(uint32, entry + 1), entries of a cache line each, and when their values expire; only the owner writes it. ``pages/N``
+has the offsets that its client, the only writer, holds (leases), a ring of those that it used, and slots: room for
+values that it fills without asking, from which the owner enters them. Words are little-endian.
 """
 
 from __future__ import annotations
