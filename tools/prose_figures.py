@@ -202,7 +202,7 @@ def _who_pays() -> str:
 
 def _led() -> str:
     ratios = _below_saturation("ratio")
-    return f"{sum(ratio <= 1.001 for ratio in ratios)} of {len(ratios)} cells"
+    return f"{sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} cells"
 
 
 def _mutants() -> str:
