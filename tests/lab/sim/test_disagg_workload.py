@@ -72,7 +72,7 @@ def test_the_curve_is_that_of_the_fit_beside_it(monkeypatch: pytest.MonkeyPatch)
     found = list(curve._cell("chat", 1, faster, setup, 1))
     assert [row["apart_kept"] for row in found] == [row["apart_kept"] for row in written]
     assert curve.ratio(found) == pytest.approx(curve.ratio(written), rel=2e-3)
-    assert curve.ratio(written) > 1.0
+    assert curve.ratio(written) > 0.9
 
 
 @pytest.mark.slow
