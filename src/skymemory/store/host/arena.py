@@ -97,7 +97,7 @@ def _available_bytes() -> float:
 def _boot() -> bytes:
     """Return the name of this boot of the computer; another one each time if it cannot be read."""
     try:
-        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()).bytes
     except (OSError, ValueError):
         return secrets.token_bytes(16)
 
