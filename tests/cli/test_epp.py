@@ -55,7 +55,6 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
         ("picker.endpoints = '/nowhere/at/all'", "No such file"),
         (f"{AT}\n{BY_EVENTS_SET}\npicker.events_port = 5557", "picker: model"),
         (f"{AT}\nreplicas.redis = 'memcached://x'", "expected redis://"),
-        (f"{AT}\nstrategy = 'random'\nreplicas.redis = 'redis://127.0.0.1:1'", "no index to share"),
         (f"{AT}\nstrategy = 'random'\nstate = 'x'", "no index that can be kept"),
         (f"{AT}\nstrategy = 'random'\npicker.events_port = 5557", "leave out picker: events_port"),
         (f"{AT}\npicker.fallbacks = -1", "fallbacks: -1: expected a whole number"),
