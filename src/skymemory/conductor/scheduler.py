@@ -54,6 +54,10 @@ class DecodeForecast(Protocol):
         """Return the mean seconds between tokens of all servers at ``at_s``, with ``request`` added to each batch."""
         ...
 
+    def own_tbt_s(self, decode: Decision, joins_s: float, now_s: float) -> float:
+        """Return the mean seconds between tokens of a request that joins the chosen server's batch at ``joins_s``."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from skymemory.conductor.request import Decision, Prompt, Request
-from skymemory.conductor.scheduler import ScheduledRequest
+from skymemory.conductor.scheduler import DecodeForecast, ScheduledRequest
 
 _NO_BLOCKS = np.empty(0, np.uint64)
 
@@ -32,6 +32,9 @@ class Believed:
         self.asked.append((at_s, now_s))
         return self._tbt_s(at_s)
 
+    def own_tbt_s(self, decode: Decision, joins_s: float, now_s: float) -> float:
+        return self.tbt_s(joins_s, now_s)
+
 
 def case(
     ttft_s: float | None = 1.0,
@@ -39,7 +42,7 @@ def case(
     compute_s: float | None = None,
     *,
     servers: int = 1,
-    forecast: Believed | None = None,
+    forecast: DecodeForecast | None = None,
     tenant: str = "",
     priority: int = 0,
     at_s: float = 0.0,

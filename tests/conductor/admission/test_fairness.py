@@ -148,7 +148,7 @@ def test_the_load_is_that_of_decoding_where_that_is_worse() -> None:
 def test_a_small_tenant_is_not_refused_for_being_dear() -> None:
     rule = admission("goodput+fair", SLO)
     cheap = case(6.0, compute_s=0.1, tenant="flood")
-    dear = case(9.0, compute_s=3.0, tenant="small")
+    dear = case(9.5, compute_s=1.5, tenant="small")
     for at in range(2000):
         (rule.refused if at % 2 else rule.accepted)(cheap, *([refusal_of()] if at % 2 else []), at * 0.02)
     assert isinstance(rule, Fair)

@@ -18,7 +18,7 @@ from skymemory.errors import InvalidInput
 class GoodputSettings:
     window_s: float = 60.0
     """Age up to which a request counts as a sample."""
-    queue_share: float = 0.5
+    queue_share: float = 0.75
     """Queue, as a share of the TTFT objective, from which costly prefills are refused."""
     use: float = 1.0
     """Share of the servers' time given to prefills."""
@@ -26,7 +26,7 @@ class GoodputSettings:
     """Decode load, as a share of its limit, from which large contexts are refused."""
     fill: float = 0.9
     """Tokens in decode batches, as a share of those that meet the objective."""
-    broken: float = 0.2
+    broken: float = 0.5
     """Tolerated share of missed objectives among requests near the limit."""
     least_headroom: float = 0.7
     """Lower bound of the learnt limit (``LearntHeadroom``)."""
@@ -61,10 +61,10 @@ class Goodput(Admission):
         # A request that would be late anyway is not judged by its cost.
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
-        tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
-        # If the queue is longer than a decode, the current batch ends before this prefill does: use a forecast.
-        if tbt_s is not None and placement.forecast is not None and (ttft_s or 0.0) > placement.forecast.decode_s:
-            tbt_s = placement.forecast.tbt_s(now_s + (ttft_s or 0.0), now_s, placement.request)
+        decode, forecast = placement.decode, placement.forecast
+        tbt_s = None if decode is None else decode.estimated_tbt_s
+        if decode is not None and tbt_s is not None and forecast is not None:
+            tbt_s = forecast.own_tbt_s(decode, now_s + (ttft_s or 0.0), now_s)
         return (
             too_late(ttft_s, placement.slo(self.slo).ttft_s)
             or too_slow(tbt_s, self._limit_s(placement), placement.forecast, now_s)
@@ -176,9 +176,8 @@ class Price:
         return math.inf if fit == len(self._sums) else self._sorted[fit - 1] if fit else 0.0
 
 
-_STEP = 0.05
+_STEP = 0.02
 _MOST_BIAS = 3.0
-_SHORT = 0.05  # share of the objective below which an error is ignored
 
 
 class LearntTtft:
@@ -192,10 +191,11 @@ class LearntTtft:
         return estimated_s * self.bias
 
     def record_ttft(self, estimated_s: float, took_s: float) -> None:
-        if estimated_s >= _SHORT * self._promised_s:
-            # Bounded: a single hung prefill must not multiply all later estimates.
-            factor = min(_MOST_BIAS, max(1 / _MOST_BIAS, took_s / estimated_s))
-            self.bias += _STEP * (factor - self.bias)
+        # By the share of the promise: only estimates near it decide anything. Bounded: a single hung prefill must not
+        # multiply all later estimates.
+        weight = _STEP * min(1.0, estimated_s / self._promised_s)
+        factor = min(_MOST_BIAS, max(1 / _MOST_BIAS, took_s / max(estimated_s, 1e-9)))
+        self.bias += weight * (factor - self.bias)
 
 
 class LearntHeadroom:

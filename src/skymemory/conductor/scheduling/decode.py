@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from skymemory.conductor.picker import Fleet, Ranking, Scorer, Server
-from skymemory.conductor.request import Request
+from skymemory.conductor.request import Decision, Request
 from skymemory.errors import InvalidInput
 
 _NO_ROOM_S = 1e9
@@ -139,6 +140,18 @@ class LeastTbt(Scorer):
             step_s = self._step_s(count, tokens)
             sums += self._step_s(count, tokens + since_s / step_s)
         return sums / len(servers) if servers else 0.0
+
+    def own_tbt_s(self, decode: Decision, joins_s: float, now_s: float) -> float:
+        # As halfway through the answer. Until then others end at random, for answers differ in length; those that
+        # arrive later are judged when they do.
+        server, tokens, count = self.fleet.servers.get(decode.server), float(decode.request.prompt.tokens), 1.0
+        batch = None if server is None else self._batches.get(server.slot)
+        for booked in batch.booked if batch is not None else ():
+            before_s = joins_s - (now_s if booked.joined else booked.joins_s)
+            share = math.exp(-max(0.0, 0.5 + before_s / max(self.decode_s, 1e-9)))
+            count += share
+            tokens += share * booked.tokens
+        return self._step_s(round(count), tokens)
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         booked = _Booked(request, request.prompt.tokens, now_s)
