@@ -162,7 +162,7 @@ static int fill_matched(const Ranker *self, const Question *question, const Aske
 }
 
 /* Leading tokens that the server with the longest match uses at least every ``HOT`` times as many chains as there are
- * servers: a quarter of its share of requests. Computing them once more will pay for many. */
+ * servers: half of its share of requests. Computing them once more will pay for many. */
 static long long hot_tokens(const Question *question, const Asked *asked, const Row *rows, Py_ssize_t servers)
 {
     Table *table = sky_table_of(question->held);

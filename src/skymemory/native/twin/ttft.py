@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CROWDED = 2.0
 HOT = 2
-"""Chains per server within which the longest match uses what counts as held everywhere: a quarter of its share."""
+"""Chains per server within which the longest match uses what counts as held everywhere: half of its share."""
 SET_BACK_S = 1e9
 FIGURES = struct.Struct("=dddqq")
 """Per server: seconds of waiting, seconds of computing, seconds of its price, tokens matched, blocks held."""
